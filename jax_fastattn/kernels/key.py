@@ -105,6 +105,11 @@ class KernelSpec:
         return self.operand_dtype
 
     @property
+    def has_gradient_units(self) -> bool:
+        """Whether P and dS are rounded to float16, which has few small numbers: see `sums/units.py`."""
+        return self.op == "backward" and self.product_dtype == "float16"
+
+    @property
     def offset_operand(self) -> bool:
         """Whether offsets are an operand of their own."""
         return self.query_offset and not self.packed

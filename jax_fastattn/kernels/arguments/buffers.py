@@ -77,6 +77,7 @@ class Buffers(NamedTuple):
         lse: `[B, T, N]`.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
+        gradient_units: `[B, K, 4]`, of packed sequences `[1, K, 4]`, see `sums/units.py`.
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
@@ -144,6 +145,7 @@ class Buffers(NamedTuple):
     lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_BACKWARD)]
     dout: Annotated[Any, Buffer("operand", ops=_BACKWARD)]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse", ops=_BACKWARD)]
+    gradient_units: Annotated[Any, Buffer("operand", "float32", needs="has_gradient_units", ops=_BACKWARD)]
     dq: Annotated[Any, Buffer("result", ops=_BACKWARD)]
     dk: Annotated[Any, Buffer("result", ops=_BACKWARD)]
     dv: Annotated[Any, Buffer("result", ops=_BACKWARD)]

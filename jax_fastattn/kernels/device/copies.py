@@ -5,7 +5,7 @@
 Plain Python functions that emit code when they are traced; call them from a `@cute.kernel` with device integers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -178,19 +178,26 @@ def load_tile(
 
 def negate_tile(tile: SharedTile, threads: int, thread: Int32, shared: Int32) -> None:
     """Flips the signs of the chunks that `load_tile` made this thread copy; wait for them first."""
+    change_tile(tile, threads, thread, shared, lambda words: [x ^ Int32(-0x7FFF8000) for x in words])
+
+
+def change_tile(
+    tile: SharedTile, threads: int, thread: Int32, shared: Int32, change: Callable[[list[Int32]], list[Int32]]
+) -> None:
+    """Changes the chunks that `load_tile` made this thread copy, given the words of one; wait for them first."""
     shape = CopyShape(tile, threads)
     row, chunk = shape.thread_chunk(thread)
     thread_shared = shared + tile.offset(row, chunk * CHUNK)
     for first_row, first_chunk, rows_end, _ in shape.passes():
         address = thread_shared + tile.offset(first_row, first_chunk * CHUNK)
 
-        def flip(address: Int32 = address) -> None:
-            ptx.store_shared_chunk(address, [x ^ Int32(-0x7FFF8000) for x in ptx.load_shared_chunk(address)])
+        def store(address: Int32 = address) -> None:
+            ptx.store_shared_chunk(address, change(ptx.load_shared_chunk(address)))
 
         if rows_end:
-            cutlass.if_generate(row + first_row < tile.rows, flip)
+            cutlass.if_generate(row + first_row < tile.rows, store)
         else:
-            flip()
+            store()
 
 
 def zero_dead_rows(tile: SharedTile, threads: int, thread: Int32, shared: Int32, live: list[Int32]) -> None:

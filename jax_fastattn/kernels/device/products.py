@@ -169,6 +169,11 @@ def result_words(spec: KernelSpec) -> Words:
     return Native(spec.result_dtype)
 
 
+def scaled(words: Words, values: list[Int32], factor: Float32) -> list[Int32]:
+    """Returns pairs times a factor."""
+    return [words.pair(*(x * factor for x in words.numbers(value))) for value in values]
+
+
 def pairs(words: Words, acc: Any) -> list[Int32]:
     """Returns the pairs of a list of numbers."""
     return [words.pair(acc[i], acc[i + 1]) for i in range(0, len(acc), 2)]

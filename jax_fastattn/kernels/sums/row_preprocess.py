@@ -16,6 +16,7 @@ from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.units import Units
 
 
 class Delta(Protocol):
@@ -74,7 +75,7 @@ class Base2:
         log2_factor: the binary logarithm of a factor that P gets; None if it gets none.
     """
 
-    log2_factor: float | None = None
+    log2_factor: Float32 | float | None = None
 
     def scaled(self, lse: Float32, live: Boolean) -> Float32:
         """Returns the log-sum-exp in base 2, less the logarithm of the factor."""
@@ -87,9 +88,15 @@ class Base2:
 @final
 @dataclass(frozen=True)
 class InProducts:
-    """The log-sum-exp as a product q . k; for rows without weights an infinity with the sign of the scale."""
+    """The log-sum-exp as a product q . k; for rows without weights an infinity with the sign of the scale.
+
+    Attributes:
+        scale: the factor from products to logits.
+        log2_factor: see `Base2`.
+    """
 
     scale: Float32
+    log2_factor: Float32 | None = None
 
     def scaled(self, lse: Float32, live: Boolean) -> Float32:
         """Returns the product q . k of which the log-sum-exp is the logit, rounded once.
@@ -103,7 +110,10 @@ class InProducts:
         low = ptx.fma(factor, Float32(LN_2), -high)
         reciprocal = Float32(1.0) / high
         rest = ptx.fma(-reciprocal, low, ptx.fma(-reciprocal, high, Float32(1.0))) * reciprocal
-        return ptx.where(live, ptx.fma(lse, reciprocal, lse * rest), Float32(float("inf")) * scale)
+        product = ptx.fma(lse, reciprocal, lse * rest)
+        if self.log2_factor is not None:
+            product = product - self.log2_factor * LN_2 * reciprocal
+        return ptx.where(live, product, Float32(float("inf")) * scale)
 
 
 def nonzero(scale: Float32) -> Float32:
@@ -152,19 +162,23 @@ class RowPreprocess:
     Attributes:
         lse_scale: how the statistics store the log-sum-exp.
         vague: whether there is a bias whose log-sum-exps may be too large or too small for weights, see `weighable`.
+        delta_factor: multiplies delta; None for 1.
     """
 
     lse_scale: LseScale
     vague: bool
+    delta_factor: Float32 | None = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, lse_scale: LseScale) -> "RowPreprocess":
-        """Returns the preprocess for a launch."""
-        return cls(lse_scale, bool(spec.matrix_bias or spec.key_bias))
+    def of(cls, spec: KernelSpec, lse_scale: LseScale, units: Units | None = None) -> "RowPreprocess":
+        """Returns the preprocess for a launch, with the units of a head, which `lse_scale` has, too."""
+        return cls(lse_scale, bool(spec.matrix_bias or spec.key_bias), None if units is None else units.dp)
 
     def statistics(self, row: ReadRow) -> tuple[Float32, Float32]:
         """Returns (lse_scaled, delta): an infinity and 0 for a row that sees no key."""
         lse, live = row.lse, Boolean(row.live & (row.lse != Float32(float("-inf"))))
         if self.vague:
             lse, live = weighable(lse, live)
-        return self.lse_scale.scaled(lse, live), ptx.where(live, row.delta.value(), Float32(0.0))
+        delta = row.delta.value()
+        delta = delta if self.delta_factor is None else delta * self.delta_factor
+        return self.lse_scale.scaled(lse, live), ptx.where(live, delta, Float32(0.0))

@@ -58,7 +58,7 @@ class LaneKeys(NamedTuple):
     first: Int32
     column: Int32
     live: list[Boolean] | None = None
-    factor: float | None = None
+    factor: Float32 | float | None = None
 
 
 # These sums run over the queries of one head after the other, in kernels that compute dk.

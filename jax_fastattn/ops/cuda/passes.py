@@ -28,6 +28,7 @@ from jax_fastattn.ops.cuda.bias_gradient import (
     with_parts,
     without_rows,
 )
+from jax_fastattn.ops.cuda.gradient_units import gradient_units
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.paged import PagedOperands
@@ -137,6 +138,8 @@ def backward(
     kernel = with_parts(kernel, bias_shapes)
     shapes = _backward_shapes(kernel, problem) | bias_shapes
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
+    if kernel.has_gradient_units:
+        residuals["gradient_units"] = gradient_units(operands, out, lse, dout, dlse, is_part=spec.is_part)
     found = LaunchPlan.of(kernel, problem, padded, shapes, kept, **residuals).bind()
     dq, dk, dv = (found[name].reshape(x.shape) for name, x in zip(("dq", "dk", "dv"), padded[:3], strict=True))
     dscaled = cut_head_dim(dq, operands.query.shape[3])

@@ -22,6 +22,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, ROW_SUMS
 from jax_fastattn.ops.cuda.bias import bias_operands
 from jax_fastattn.ops.cuda.bias_gradient import bias_gradient
+from jax_fastattn.ops.cuda.gradient_units import gradient_units
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.testing.poison import full, visible_rows
 
@@ -41,6 +42,7 @@ class Sizes:
     With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. A
     `shift` is added to queries and taken off keys, which makes all scores about -shift^2 * head_dim * scale.
     `bias` is the shape of a bias `[b, n, t, s]`, of which a share of `bias_holes` is -inf.
+    `factor` multiplies queries and keys, `cotangents` those of each key/value head, and `sink` is added to sinks.
     """
 
     batch: int = 3
@@ -58,6 +60,9 @@ class Sizes:
     bias: tuple[int, int, int, int] | None = None
     bias_holes: float = 0.0
     bias_parts: int = 1
+    factor: float = 1.0
+    cotangents: tuple[float, ...] = ()
+    sink: float = 0.0
 
 
 def reference(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -169,7 +174,7 @@ def stored_queries(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
 def draw_sinks(spec: KernelSpec, sizes: Sizes) -> np.ndarray:
     """Draws sinks, float32 `[batch, heads]`."""
     shape = sizes.batch, sizes.kv_heads * spec.group
-    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32) + np.float32(sizes.sink)
 
 
 def draw_bias(spec: KernelSpec, sizes: Sizes, random: np.random.Generator, pairs: np.ndarray) -> dict[str, np.ndarray]:
@@ -240,13 +245,16 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     dtypes = {name: np.dtype(DTYPES[spec.operand_dtype if name != "dlse" else "float32"]) for name in shapes}
     shifts = {"query": sizes.shift, "key": -sizes.shift}
     drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
+    drawn |= {name: drawn[name] * sizes.factor for name in shifts}
+    if sizes.cotangents:
+        drawn["dout"] *= np.repeat(sizes.cotangents, spec.group)[:, None]
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     for feature in foreign_features(spec):
         arrays |= feature.draw(random, heads, sizes.queries, sizes.keys)
     arrays |= draw_bias(spec, sizes, random, visibility(spec, sizes)[2][:, None])
     if spec.dsinks:
         arrays["sinks"] = draw_sinks(spec, sizes)
-        arrays["sinks"][0, 1:2] = -np.inf
+        arrays["sinks"][0, 1:2] = sizes.sink or -np.inf
     wanted = reference(spec, sizes, arrays)
     arrays |= {"out": wanted["out"].astype(dtypes["dout"]), "lse": wanted["lse"].astype(np.float32)}
     sees, seen, _ = visibility(spec, sizes)
@@ -254,12 +262,29 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
     if spec.dsinks:  # a log-sum-exp that is a sink alone has a cotangent; that of padding is -inf
         rows |= {"lse": np.ones_like(sees), "dlse": stored_queries(spec, sizes)}
     arrays |= {name: fill(arrays[name], ~hidden) for name, hidden in rows.items()}
+    arrays |= draw_units(spec, arrays)
     arrays |= {
         "query_seq_lengths": np.array(sizes.query_lengths, np.int32),
         "key_value_seq_lengths": np.array(sizes.key_lengths, np.int32),
         "query_offset": np.array(sizes.offsets, np.int32),
     }
     return arrays, wanted
+
+
+@jax.jit
+def _units(query: jax.Array, key: jax.Array, value: jax.Array, *results: jax.Array | None) -> jax.Array:
+    out, lse, dout, dlse, sinks = results
+    assert out is not None and lse is not None and dout is not None
+    return gradient_units(Operands(query, key, value, sinks=sinks), out, lse, dout, dlse)
+
+
+def draw_units(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the units of P and dS that operands and results have, as ops compute them; none if there are none."""
+    if not spec.has_gradient_units:
+        return {}
+    given = [arrays[name] for name in ("query", "key", "value", "out", "lse", "dout")]
+    optional = [arrays["dlse"] if spec.dlse else None, arrays["sinks"] if spec.dsinks else None]
+    return {"gradient_units": np.asarray(_units(*given, *optional))}
 
 
 def dsinks_buffer(spec: KernelSpec, sizes: Sizes) -> dict[str, np.ndarray]:

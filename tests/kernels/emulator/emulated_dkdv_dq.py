@@ -72,6 +72,9 @@ class Run:
             compare_dbias(self.spec, self.sizes, found, self.arrays, self.wanted["dbias"], pairs, tolerance)
         stats, lse, delta = self.read("stats").swapaxes(1, 2), self.wanted["lse"], self.wanted["delta"]
         factor, (sees, _, _) = log2_probability_factor(self.spec, self.kernel.config), visibility(self.spec, self.sizes)
+        if self.spec.has_gradient_units:
+            dp, _, factor, _ = np.moveaxis(self.arrays["gradient_units"].repeat(self.spec.group, 1)[:, None], 3, 0)
+            delta = delta * dp
         lse_scaled = np.where(np.isneginf(lse) | ~sees[..., None], np.inf, lse * math.log2(math.e) - factor)
         np.testing.assert_allclose(stats[..., 0], lse_scaled, atol=1e-4)
         np.testing.assert_allclose(stats[..., 1], delta, atol=tolerance * np.abs(delta).max() + 1e-6)

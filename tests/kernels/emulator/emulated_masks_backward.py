@@ -19,6 +19,7 @@ from emulated_backward import (
     dbias_buffers,
     draw_bias,
     draw_sinks,
+    draw_units,
     fill,
     is_poison,
 )
@@ -170,6 +171,7 @@ def draw(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     arrays = emulated_masks.poisoned(spec, arrays, seen)
     if case.sinks:  # the log-sum-exp of a row that sees nothing is its sink, and has a cotangent
         arrays["dlse"] = fill(arrays["dlse"], np.arange(predicate.queries) >= _lengths(case)[:, None])
+    arrays |= draw_units(spec, arrays)
     lists = emulated_prepass.run(predicate, spec.tiles_of(spec.config.main), operands)
     arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
     if spec.lists_keys:

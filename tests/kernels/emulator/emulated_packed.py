@@ -11,7 +11,7 @@ from typing import Any
 import emulated_hopper
 import jax
 import numpy as np
-from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, dsinks_buffer, with_sinks
+from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, draw_units, dsinks_buffer, with_sinks
 from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn import packed
@@ -133,7 +133,7 @@ def draw(spec: KernelSpec, pack: Pack) -> tuple[dict[str, np.ndarray], dict[str,
     wanted = {name: _join(pack, name, results, fill.get(name, 0.0)) for name in results[0]}
     if codes.SINKS in spec.features or spec.dsinks:
         arrays["sinks"] = parts[0]["sinks"]
-    return arrays, wanted
+    return arrays | draw_units(spec, arrays), wanted
 
 
 def _join(pack: Pack, name: str, parts: list[dict[str, np.ndarray]], fill: float | None) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 import emulated_masks
 import emulated_prepass
 import numpy as np
-from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, fill, gradients, is_poison
+from emulated_backward import DTYPES, Sizes, compare_dsinks_terms, draw_units, fill, gradients, is_poison
 from emulated_dkdv_dq import ORDER
 from emulated_launch import compile_kernel, place, start
 from emulated_prepass import Predicate
@@ -133,6 +133,7 @@ class BackwardRun:
             "lse": self.wanted["lse"].astype(np.float32),
         }
         arrays = poison(spec, clean, self.seen)
+        arrays |= draw_units(spec, arrays)
         arrays |= {"query_lists": lists["lists"], "query_bits": lists["bits"], "key_tile_counts": lists["counts"]}
         for name, operand in (("dq", "query"), ("dk", "key"), ("dv", "value")):
             arrays[name] = np.full(arrays[operand].shape, np.nan, arrays[operand].dtype)

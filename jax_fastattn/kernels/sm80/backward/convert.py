@@ -16,6 +16,7 @@ from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.sums.units import load_units, over_ds
 
 
 class ConvertKernel:
@@ -56,7 +57,8 @@ class ConvertKernel:
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         acc, end = self.reduce.finish(buffers, index, warp, lane, end)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        self._scatter(acc, shared, warp, lane, end, scalars.scale)
+        units = load_units(buffers, queries, heads // spec.group, head // spec.group)
+        self._scatter(acc, shared, warp, lane, end, over_ds(units, scalars.scale))
         cute.arch.sync_threads()
         target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * spec.head_dim)
         self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), queries.length - first)

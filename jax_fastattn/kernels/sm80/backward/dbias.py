@@ -50,6 +50,7 @@ from jax_fastattn.kernels.sm80.backward.visible_items import Item, VisibleItems
 from jax_fastattn.kernels.sums.schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
+from jax_fastattn.kernels.sums.units import load_units
 
 # A warp has this many blocks of 16 rows and of 8 columns.
 _BLOCKS = WARP_ROWS // 16, WARP_COLUMNS // 8
@@ -262,7 +263,9 @@ class DbiasCta:
         first = place.row * ROWS + _read_lane().row
         rows = [Int32(cutlass.min(first + 8 * i, scalars.query_length - 1)) for i in range(self.sum.lane_rows)]
         pairs = [[ptx.from_bits(x) for x in ptx.load_constant_pair(source + Int64(row) * 8)] for row in rows]
-        return [lse2 for lse2, _ in pairs], [delta for _, delta in pairs]
+        lses, deltas = [lse2 for lse2, _ in pairs], [delta for _, delta in pairs]
+        units = load_units(self.buffers, queries, scalars.num_heads // self.spec.group, head // self.spec.group)
+        return (lses, deltas) if units is None else units.taken_off(lses, deltas)
 
     def _multiply(self, item: Item, following: Item, which: int, acc: mma.Accumulator) -> None:
         """Adds the product of a chunk to S or dP."""

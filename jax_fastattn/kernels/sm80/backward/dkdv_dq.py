@@ -73,6 +73,7 @@ class DkdvDqKernel:
         at = self._locate(buffers, scalars, order)
         state = self._state(buffers, scalars, at)
         self._load_first(state)
+        self.products.scale_values(state)
         if cutlass.const_expr(self.config.roles == 1):
             self._run(SingleRole, state, scalars.scale)
         else:

@@ -15,7 +15,7 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
     """Returns the binary logarithm of a factor on P, and so on dV, dS, dK and dQ until they are stored.
 
     One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
-    of 2^14 it is a normal number down to 2^-28. Gradients of float16 operands are float16 themselves and get no factor.
+    of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead.
     """
     return 14 if config.roles == 2 and spec.product_dtype == "bfloat16" else 0
 

@@ -24,6 +24,7 @@ from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.sums.row_preprocess import Base2, OutputDelta, ReadRow, RowPreprocess
+from jax_fastattn.kernels.sums.units import Units, load_units
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class QueryRows:
         stats: address of (lse_scaled, delta), 8 bytes for each row; the rows of a head are contiguous.
         sink: the sink of the head; None if its gradient is not computed.
         dsinks_terms: address of what rows add to that gradient, 4 bytes for each row, contiguous; or None.
+        preprocess: makes the statistics.
     """
 
     heads: Int32
@@ -51,6 +53,7 @@ class QueryRows:
     stats: Int64
     sink: Float32 | None
     dsinks_terms: Int64 | None
+    preprocess: RowPreprocess
 
 
 class PreprocessKernel:
@@ -64,7 +67,6 @@ class PreprocessKernel:
         self.schedule = schedule(spec, config.queries)
         self.result_dtype = ptx.MMA_DTYPE[spec.result_dtype]
         self.reduce = dq_reduce(spec, config)
-        self.preprocess = RowPreprocess.of(spec, Base2(float(gradient.log2_probability_factor(spec, config))))
 
     def launch(self, buffers: Buffers, scalars: Scalars, query_tiles: Int32) -> Launch:
         """Returns the kernel's launch; `query_tiles` is how many there are of all heads."""
@@ -93,10 +95,17 @@ class PreprocessKernel:
             dsinks_terms=None
             if buffers.dsinks_terms is None
             else buffers.dsinks_terms.toint() + queries.head_row(heads, head, first) * 4,
+            preprocess=self._preprocess(load_units(buffers, queries, heads // spec.group, head // spec.group)),
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.prepare(buffers, index, thread, self.threads)
         self._write(rows, thread, queries.length - first)
+
+    def _preprocess(self, units: Units | None) -> RowPreprocess:
+        """Returns what makes the statistics of a head."""
+        if units is not None:
+            return RowPreprocess.of(self.spec, Base2(units.log2_p), units)
+        return RowPreprocess.of(self.spec, Base2(float(gradient.log2_probability_factor(self.spec, self.config))))
 
     def _write(self, rows: QueryRows, thread: Int32, stored_rows: Int32) -> None:
         tile = SharedTile(self.config.queries, self.spec.v_head_dim)
@@ -109,7 +118,7 @@ class PreprocessKernel:
             # The log-sum-exp of a row that sees no key may still depend on a sink.
             exists = live if rows.sink is None else Boolean((index < tile.rows) & (index < stored_rows))
             read = self._read(rows, index, product, live, exists)
-            lse_scaled, delta = self.preprocess.statistics(read)
+            lse_scaled, delta = rows.preprocess.statistics(read)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
             address = rows.stats + Int64(index) * 8
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))

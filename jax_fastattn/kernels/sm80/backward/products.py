@@ -10,7 +10,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
-from jax_fastattn.kernels.device.products import Native, Words, product_words, result_words
+from jax_fastattn.kernels.device.products import Native, Words, product_words, result_words, scaled
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -59,6 +59,21 @@ class Products:
             stride = gradient.row_stride(state.operands.kv_heads, tile.columns)
             shared = state.at.shared + start
             copies.load_tile(tile, self.config.threads, state.at.thread, shared, source, stride, rows)
+
+    def scale_values(self, state: DkdvDqState) -> None:
+        """Multiplies V by the unit of dP, once the first copies are there; each thread what it has copied."""
+        units = state.units()
+        if units is None:
+            return
+        cute.arch.cp_async_wait_group(0)
+        tile, start, _, _ = self._operands(DOUT)
+        copies.change_tile(
+            tile,
+            self.config.threads,
+            state.at.thread,
+            state.at.shared + start,
+            lambda values: scaled(self.words, values, units.dp),
+        )
 
     def _live_keys(self, state: DkdvDqState) -> copies.Rows | copies.LiveRows:
         """Returns the keys of the tile that may be read: with lists, the keys that some query of the group sees."""

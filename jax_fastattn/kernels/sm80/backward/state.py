@@ -14,6 +14,7 @@ from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sums.units import Units, load_units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.visit import Visit
@@ -157,3 +158,7 @@ class DkdvDqState:
     bits: GroupBits | None
     buffers: Buffers
     bias: WarpBias | None
+
+    def units(self) -> Units | None:
+        """Loads the units of the key/value head, where they are needed: nothing keeps them in registers."""
+        return load_units(self.buffers, self.at.sequence.keys, self.operands.kv_heads, self.at.kv_head)

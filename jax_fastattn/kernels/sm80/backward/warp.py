@@ -21,6 +21,7 @@ from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums, LaneKeys
+from jax_fastattn.kernels.sums.units import over_ds
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.lists import TileBits
 
@@ -77,8 +78,12 @@ class Warp:
             cute.arch.sync_threads()
         else:
             ptx.sync_apart()
+        units = self.state.units()
         for which, acc in self.grads.items():
-            factor = Float32(back) if which == DOUT else scale * back
+            if units is not None:
+                factor = units.over_p if which == DOUT else over_ds(units, scale)
+            else:
+                factor = Float32(back) if which == DOUT else scale * back
             self.products.finish(self.state, acc, which, factor)
 
     def begin_head(self) -> None:
@@ -97,14 +102,15 @@ class Warp:
         row, column = accumulator_lane(at.lane)
         head = at.sequence.queries.head(heads, at.kv_head * self.products.spec.group + member)
         plane = head * config.column_warps + at.column_warp
-        log2_factor = gradient.log2_probability_factor(self.products.spec, config)
+        log2_factor, units = gradient.log2_probability_factor(self.products.spec, config), self.state.units()
+        factor = 2.0**-log2_factor if log2_factor else None
         return LaneKeys(
             buffers=self.state.buffers,
             head=plane,
             length=at.sequence.keys.length,
             first=at.row + at.warp_row + row,
             column=column,
-            factor=2.0**-log2_factor if log2_factor else None,
+            factor=factor if units is None else units.over_ds,
         )
 
     def add_to_sums(self, pair: int, values: list[Float32]) -> None:

@@ -1,25 +1,28 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the consumers of a key-stationary kernel zero in shared memory, where TMA cannot prepare an operand."""
+"""What the consumers of a key-stationary kernel zero or scale in shared memory: TMA cannot prepare an operand."""
 
 import functools
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
+from jax_fastattn.kernels.device import copies, ptx, scaling, wgmma, zeroing
+from jax_fastattn.kernels.device.products import product_words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, DkdvDqBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.units import Units
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Emits the zeroing of rows that nothing sees.
+    """Emits the zeroing of rows that nothing sees, and the scaling of V.
 
     Attributes:
         memory: the table of shared memory, with the config.
@@ -28,6 +31,12 @@ class SharedRows:
     spec: KernelSpec
     memory: BackwardMemory
     shared: BackwardShared
+
+    def scale_values(self, group: Any, units: Units | None) -> None:
+        """Multiplies V of 64 keys by the unit of dP, by the warpgroup that alone reads them."""
+        if units is not None:
+            address, nbytes = self.shared.regions.stage("value", group), self.memory.table["value"].pitch
+            scaling.scale_tile(address, nbytes, product_words(self.spec), units.dp, self.memory.warpgroup_barrier)
 
     def zero_keys(self, work: KeyTile, group: Int32) -> None:
         """Zeroes the rows of K and V that no query sees. Each warpgroup does so for its own keys.

@@ -25,6 +25,7 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMe
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sums.units import Units, load_units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.tiles.records import slot_count
 from jax_fastattn.kernels.visits.lists import TileBits
@@ -104,6 +105,10 @@ class KeyTile:
     def score_head(self, member: Int32) -> Head:
         """Returns which scores a query head of the group has."""
         return Head(self.queries.batch, self.first_head + member)
+
+    def units(self, buffers: Buffers) -> Units | None:
+        """Loads the units of the head, where they are needed: nothing keeps them in registers."""
+        return load_units(buffers, self.keys, self.kv_heads, self.kv_head)
 
 
 @dataclass(frozen=True)

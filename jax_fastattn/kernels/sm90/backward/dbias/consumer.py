@@ -16,6 +16,7 @@ from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
@@ -24,6 +25,7 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
+from jax_fastattn.kernels.sums.units import Units, load_units
 
 
 def _read_lane() -> Lane:
@@ -164,7 +166,7 @@ class DbiasConsumer:
         dscores += [self._multiply(products.dscore, products.dout, products.value, i) for i in range(started, v_chunks)]
         place = tile.named(self.items.names(item.stage))
         lse2 = self._weights(place, item.stage)
-        deltas = [self._statistic(item.stage, 1, i) for i in range(2)] if self.sum.centered else None
+        deltas = self._deltas(place, item.stage) if self.sum.centered else None
         warpgroup.wait_group(0)
         for stage in dscores:
             self.ring.consumer_release(stage)
@@ -195,13 +197,25 @@ class DbiasConsumer:
     def _weights(self, place: DbiasItem, stage: Int32) -> list[Float32]:
         """Turns S into weights, see `score.py`; returns the log-sum-exps of the lane's rows."""
         weights, scores = self.products.score, self.sum.scores(place, _read_lane())
-        lse2 = [self._statistic(stage, 0, i) for i in range(2)]
+        lse2, units = [self._statistic(stage, 0, i) for i in range(2)], self._units(place)
+        lse2 = lse2 if units is None else [x + units.log2_p for x in lse2]
         score = self.score.start(place.head).load(place.scores(), self.shared.bias).read(scores)
         for i in range(cute.size(weights)):
             at = scores.at(i)
             probability, weights[i] = score.gradient(weights[i], lse2[at.i], at)
             self.sum.keep(i, probability)
         return lse2
+
+    def _deltas(self, place: DbiasItem, stage: Int32) -> list[Float32]:
+        """Returns what dS subtracts from dP, of the lane's rows."""
+        deltas, units = [self._statistic(stage, 1, i) for i in range(2)], self._units(place)
+        return deltas if units is None else [x * units.over_dp for x in deltas]
+
+    def _units(self, place: DbiasItem) -> Units | None:
+        """Loads the units of an item, which statistics have, and this kernel takes off: it rounds no dS."""
+        group, (batch, head) = self.spec.group, place.head
+        queries = Sequence.of_entry(self.spec, batch, self.buffers, self.sizes).queries
+        return load_units(self.buffers, queries, self.sizes.num_heads // group, head // group)
 
     def _statistic(self, stage: Int32, which: int, i: int) -> Float32:
         """Returns the log-sum-exp in base 2 (0) or delta (1) of one of the lane's rows."""

@@ -42,6 +42,7 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import LaneKeys
+from jax_fastattn.kernels.sums.units import over_ds, over_p
 
 
 class DkdvKernel:
@@ -141,15 +142,14 @@ class DkdvConsumer:
         wgmma.wait(shared.value_full, phase)
 
         queries, douts = Stages(shared.query, shared.query_empty), Stages(shared.dout, shared.dout_empty)
-        dk = _Result(buffers.dk, state.spec.head_dim, scale)
-        dv = _Result(buffers.dv, state.spec.v_head_dim, None)
 
         sums = self.weights.sums
 
         def finish_head(member: Int32) -> None:
             plane, first = work.queries.head(work.num_heads, work.first_head + member), work.row + state.row
-            live = self._are_live(work)
-            keys = LaneKeys(buffers, plane, work.keys.length, first, self.weights.lane_column, live)
+            live, units = self._are_live(work), work.units(buffers)
+            factor = None if units is None else units.over_ds
+            keys = LaneKeys(buffers, plane, work.keys.length, first, self.weights.lane_column, live, factor)
             for kind in sums:
                 kind.store(keys)
                 kind.clear()
@@ -157,16 +157,18 @@ class DkdvConsumer:
         def compute_dv() -> None:
             role = Role.start(state, work, shared.key, queries, douts, self.weights.give)
             role.run()
-            self._store_sum(work, role.sum, dv)
+            self._store_sum(work, role.sum, _Result(buffers.dv, state.spec.v_head_dim, over_p(work.units(buffers))))
 
         def compute_dk() -> None:
+            state.rows.scale_values(0, work.units(buffers))
             role = Role.start(state, work, shared.value, douts, queries, self.weights.take)
             for kind in sums:
                 kind.clear()
             # A head without tiles of queries has sums, too.
             role = replace(role, finish_head=finish_head if sums else None)
             role.run()
-            self._store_sum(work, role.sum, dk)
+            factor = over_ds(work.units(buffers), scale)
+            self._store_sum(work, role.sum, _Result(buffers.dk, state.spec.head_dim, factor))
 
         cutlass.if_generate(self.group == 0, compute_dv, compute_dk)
 

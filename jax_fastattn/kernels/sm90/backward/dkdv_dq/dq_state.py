@@ -21,6 +21,7 @@ from jax_fastattn.kernels.sm90.backward.config import BLOCK, ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.units import over_ds
 
 
 class Chunk(NamedTuple):
@@ -153,6 +154,7 @@ class DqWarpgroup:
         thread: index of this thread in the warpgroup.
         warp: index of its warp.
         row: the lane's first row of the accumulator; the other one is 8 rows below.
+        buffers: the arrays of the launch.
         dq_address: address of dq.
         dq_accum: address of the sums.
         scale: factor on the sums.
@@ -172,6 +174,7 @@ class DqWarpgroup:
     thread: Int32
     warp: Int32
     row: Int32
+    buffers: Buffers
     dq_address: Int64
     dq_accum: Int64
     scale: Float32
@@ -206,6 +209,7 @@ class DqWarpgroup:
             thread=thread,
             warp=warp,
             row=warp * 16 + lane_row,
+            buffers=buffers,
             dq_address=buffers.dq.toint(),
             dq_accum=buffers.dq_accum.toint(),
             scale=scale,
@@ -266,7 +270,7 @@ class DqWarpgroup:
 
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
-        spec = self.spec
+        spec, factor = self.spec, over_ds(work.units(self.buffers), self.scale)
         RowStore(
             address=strided(
                 self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
@@ -277,4 +281,4 @@ class DqWarpgroup:
             end=work.queries.length - rows.first,
             quad_lane=self.thread % 4,
             words=result_words(spec),
-        ).store_live(self.dq, copies.Rows(None, work.bounds.query_end - rows.first), self.scale)
+        ).store_live(self.dq, copies.Rows(None, work.bounds.query_end - rows.first), factor)

@@ -13,7 +13,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from jax_fastattn.kernels.device import copies, ptx, wgmma, zeroing
+from jax_fastattn.kernels.arguments.buffers import Buffers
+from jax_fastattn.kernels.device import copies, ptx, scaling, wgmma, zeroing
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
@@ -28,6 +29,7 @@ from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
 from jax_fastattn.kernels.sm90.backward.dq.tile import DqTile
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqConfig
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sums.units import over_ds
 from jax_fastattn.kernels.tiles.plan import Order
 from jax_fastattn.kernels.visits.visit import Phase, Visit
 
@@ -72,6 +74,7 @@ class DqConsumer:
         lane_column: the lane's first column of an accumulator.
         products: S, dP and dQ.
         stats: statistics of the lane's two rows.
+        buffers: the arrays of the launch.
     """
 
     spec: KernelSpec
@@ -86,6 +89,7 @@ class DqConsumer:
     lane_column: Int32
     products: DqProducts
     stats: list[RowStatistics]
+    buffers: Buffers
 
     @classmethod
     def start(
@@ -94,7 +98,7 @@ class DqConsumer:
         shared: DqShared,
         work: DqTile,
         score: Score,
-        stats: cute.Pointer,
+        buffers: Buffers,
         thread: Int32,
         warp_index: Int32,
     ) -> "DqConsumer":
@@ -103,7 +107,7 @@ class DqConsumer:
         Args:
             work: the CTA's tile of queries.
             score: turns products into probabilities.
-            stats: statistics of all rows.
+            buffers: statistics of all rows, units of heads, and dq.
             thread: index of this thread in the CTA.
             warp_index: index of its warp in the CTA.
         """
@@ -122,7 +126,8 @@ class DqConsumer:
             row=row,
             lane_column=lane_column,
             products=DqProducts.start(product_words(spec), shared, group),
-            stats=_load_statistics(stats, work, work.row + row),
+            stats=_load_statistics(buffers.stats, work, work.row + row),
+            buffers=buffers,
         )
 
     @property
@@ -175,6 +180,7 @@ class DqConsumer:
             self._start_dq()
         if first:
             self._await_dout()
+            self._scale_dout()
         products.start_dp(value_stage)
         warpgroup.wait_group(2 if adds_previous else 1)
         at = self._score_tile(self.work.visit.tile(index))
@@ -198,6 +204,13 @@ class DqConsumer:
     def _await_dout(self) -> None:
         """Waits for this warpgroup's dO, once: no copy may outlive its CTA."""
         wgmma.wait(self.shared.dout_full + self.group, Int32(0))
+
+    def _scale_dout(self) -> None:
+        """Multiplies this warpgroup's dO, which stays, by the unit of dP."""
+        units, table = self.work.units(self.buffers), self.shared.memory.table
+        if units is not None:
+            address = self.shared.regions.stage("dout", self.group)
+            scaling.scale_tile(address, table["dout"].pitch, self.products.words, units.dp, DqBarrier.WARPGROUP)
 
     def _score_tile(self, tile: Int32) -> ScoreTile:
         """Returns where the lane's scores of a tile of keys lie."""
@@ -288,12 +301,13 @@ class DqConsumer:
 
     # The method below stores the results.
 
-    def store(self, dq: cute.Pointer, scale: Float32) -> None:
+    def store(self, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""
         work, nbytes = self.work, 2 * self.spec.head_dim
+        factor = over_ds(work.units(self.buffers), scale)
         first = work.queries.row_head(work.row, work.num_heads, work.head)
         rows = RowStore(
-            address=strided(dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),
+            address=strided(self.buffers.dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),
             columns=self.spec.head_dim,
             row=self.row,
             end=work.queries.length - work.row,
@@ -303,9 +317,9 @@ class DqConsumer:
         if work.listed is not None:
             # Padding is dead in lists, and may be part of a full tile.
             live = work.listed.entries.are_live(self.row)
-            rows.store(self.products.dq, [ResultRow(x, scale) for x in live])
+            rows.store(self.products.dq, [ResultRow(x, factor) for x in live])
         else:
-            rows.store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), scale)
+            rows.store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), factor)
 
 
 def _load_statistics(stats: cute.Pointer, work: DqTile, row: Int32) -> list[RowStatistics]:

@@ -70,9 +70,9 @@ class DqKernel:
         def consume() -> None:
             cute.arch.setmaxregister_increase(config.registers.consumer)
             score = Score.backward(self.spec, buffers, sizes, sizes.scale).start(work.score_head)
-            consumer = DqConsumer.start(self.spec, shared, work, score, buffers.stats, thread, warp_index)
+            consumer = DqConsumer.start(self.spec, shared, work, score, buffers, thread, warp_index)
             consumer.run()
-            consumer.store(buffers.dq, sizes.scale)
+            consumer.store(sizes.scale)
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 

@@ -13,6 +13,7 @@ from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
 from jax_fastattn.kernels.sm90.work import Work
+from jax_fastattn.kernels.sums.units import Units, load_units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
@@ -31,6 +32,7 @@ class DqTile:
         head_index: the query head, counted over all batch entries.
         kv_head: key/value head of its batch entry.
         num_heads: query heads of a batch entry.
+        group: query heads of a key/value head.
         bounds: what its rows may see, see `plan.Bounds`.
         visit: the key tiles that some row sees.
         listed: what lists say of it; None without lists.
@@ -45,6 +47,7 @@ class DqTile:
     head_index: Int32
     kv_head: Int32
     num_heads: Int32
+    group: int
     bounds: plan.Bounds
     visit: Visit
     listed: QueryTileList | None
@@ -71,10 +74,15 @@ class DqTile:
             head_index=work.head_index,
             kv_head=work.kv_head,
             num_heads=sizes.num_heads,
+            group=spec.group,
             bounds=bounds,
             visit=visit,
             listed=listed,
         )
+
+    def units(self, buffers: Buffers) -> Units | None:
+        """Loads the units of the head, where they are needed: nothing keeps them in registers."""
+        return load_units(buffers, self.queries, self.num_heads // self.group, self.kv_head)
 
     @property
     def score_head(self) -> Head:
