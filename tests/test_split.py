@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from jax_fastattn.kernels.decode.split import heads_side_by_side, owner, share
+from jax_fastattn.kernels.decode.split import heads_side_by_side, owner, portion_end, portions, share
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 3, 7, 132])
@@ -35,6 +35,16 @@ def test_a_cta_has_two_partial_results_at_most(lengths: list[int], ctas: int) ->
             if first < last and last - first < length:
                 partial.append(first == unit_end - length)
         assert len(set(partial)) == len(partial)
+
+
+@pytest.mark.parametrize("tiles", [1, 4, 5, 8, 13])
+@pytest.mark.parametrize("portion", [1, 4, 32])
+def test_portions_follow_each_other_from_the_first_tile_of_a_unit(tiles: int, portion: int) -> None:
+    ends = sorted({portion_end(tile, tiles, portion) for tile in range(tiles)})
+    assert ends == [*range(portion, tiles, portion), tiles]
+    assert portions(tiles, portion) == len(ends)
+    assert all(portion_end(tile, tiles, portion) == next(end for end in ends if tile < end) for tile in range(tiles))
+    assert portions(0, portion) == 0
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ _MANY = tuple(37 * i % 131 for i in range(40))
 # Entries with keys, with more empty ones between them than a warp holds at a time, and around them.
 _SPARSE = tuple(100 if i in (3, 35, 120) else 0 for i in range(130))
 _WHOLE = {"splits": False}
+_PORTIONS = {"portion": 2}
 CASES = {
     # 5 tiles of each of 4 units are dealt to 3 CTAs; the last tile has 44 keys.
     "plain": Case({}),
@@ -103,6 +104,29 @@ CASES = {
     ),
     "whole-units-of-pages": Case(
         {"batch": 3, "keys": 192, "key_lengths": (0, 192, 17)}, {**LENGTHS, "page": 16}, config=_WHOLE
+    ),
+    # Portions of 2 tiles: shares of CTAs begin within portions, and some CTAs have none.
+    "portions": Case({}, config=_PORTIONS),
+    "portions-of-lengths": Case(
+        {"batch": 7, "key_lengths": (0, 300, 1, 128, 0, 129, 64)}, LENGTHS, split=_SIDE_BY_SIDE, config=_PORTIONS
+    ),
+    "fewer-portions-than-ctas": Case(
+        {"queries": 2, "batch": 3, "key_lengths": (3, 0, 300), "query_lengths": (2, 1, 1)},
+        {**LENGTHS, "query_seq_lengths": True, "features": (codes.SINKS,)},
+        split={"multiprocessors": 11},
+        config=_PORTIONS,
+    ),
+    "portions-of-runs-of-empty-entries": Case(
+        {"keys": 200, "batch": 130, "kv_heads": 1, "key_lengths": tuple(2 * x for x in _SPARSE)},
+        LENGTHS,
+        split={"multiprocessors": 2},
+        config=_PORTIONS,
+    ),
+    "portions-of-a-band": Case(
+        {"queries": 3, "keys": 601, "batch": 3, "kv_heads": 1, "left": 150}
+        | {"key_lengths": (601, 330, 77), "offsets": (590, 300, -200)},
+        {**BAND, "features": (codes.SINKS,)},
+        config=_PORTIONS,
     ),
     "side-by-side": Case({"batch": 7, "key_lengths": (0, 300, 1, 64, 0, 65, 130)}, LENGTHS, split=_SIDE_BY_SIDE),
     # CTAs are left over.
@@ -166,6 +190,7 @@ PAGED = {
     # An entry after the last one of the table would be outside of it; the last tile has one page.
     "page16-full": _pages(16, (272, 16, 272), 272, sizes={"kv_heads": 1}),
     "page16-more-than-32-boxes": _pages(16, (16, 1200, 729), 1200, sizes={"kv_heads": 1}),
+    "page16-portions": _pages(16, (16, 1200, 729), 1200, sizes={"kv_heads": 1}, config=_PORTIONS),
     "page16-side-by-side": _pages(
         16, (1200, 4, 729), 1200, head_dims=(64, 64), split={"multiprocessors": 4, "side_heads": 2}
     ),

@@ -404,7 +404,7 @@ DECODE = {
     "everything": {**EVERYTHING, "features": (codes.SOFT_CAP, codes.SINKS)},
 }
 DECODE["pages"] = {**DECODE["everything"], "page": 16}
-DECODE["whole"] = DECODE["lengths"]
+DECODE["whole"] = DECODE["portions"] = DECODE["lengths"]
 BITS = {"row_bits": True, "window_left": True, "query_offset": True, "key_value_seq_lengths": True}
 DECODE["bits"] = {**BITS, "group": 4, "query_seq_lengths": True, "features": (codes.SOFT_CAP, codes.SINKS)}
 
@@ -417,8 +417,8 @@ def _decode_specs(features: str) -> dict[KernelSpec, int]:
         spec = KernelSpec("decode", arch, "bfloat16", *dims, family=family, **DECODE[features])  # pyright: ignore[reportArgumentType]
         if features == "lengths" or dims == (128, 128) or (features == "pages" and dims == (64, 64)):
             spec = configured(spec, rows=count)
-            splits = features != "whole"
-            found[dataclasses.replace(spec, config=dataclasses.replace(spec.config, splits=splits))] = local_bytes
+            cut = {"whole": {"splits": False}, "portions": {"portion": 2048 // spec.config.keys}}.get(features, {})
+            found[dataclasses.replace(spec, config=dataclasses.replace(spec.config, **cut))] = local_bytes
     return found
 
 

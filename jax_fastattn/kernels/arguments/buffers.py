@@ -93,8 +93,8 @@ class Buffers(NamedTuple):
             `[slots]`: at a sequence's first slot, how many of its slots have statistics from the background launch.
         dq_semaphore: `[B, N, padded_rows(T) / queries of a tile]`, how many key tiles have still to add to each query
             tile, or with `spec.ordered` how many have added.
-        partial_out: `[2 CTAs, T * group, D]`, outputs of segments, see `decode/split.py`.
-        partial_lse: `[2 CTAs, T * group]`, their log-sum-exps, in base 2 and without sinks.
+        partial_out: `[slots, T * group, D]`, outputs of segments, see `decode/split.py`.
+        partial_lse: `[slots, T * group]`, their log-sum-exps, in base 2 and without sinks.
         begun: `[CTAs, 4]`: the unit that a CTA begins and does not end, numbered in `[B, K]`, -1 if there is none; its
             tiles past the CTA's share; where that share ends; and tiles of the line.
     """
@@ -163,4 +163,4 @@ class Buffers(NamedTuple):
     dq_semaphore: Annotated[Any, Buffer("scratch", "int32", needs="counts_dq", ops=_BACKWARD)]
     partial_out: Annotated[Any, Buffer("scratch", "float32", needs="config.splits", ops=_DECODE)]
     partial_lse: Annotated[Any, Buffer("scratch", "float32", needs="config.splits", ops=_DECODE)]
-    begun: Annotated[Any, Buffer("scratch", "int32", needs="config.splits", ops=_DECODE)]
+    begun: Annotated[Any, Buffer("scratch", "int32", needs="config.records", ops=_DECODE)]

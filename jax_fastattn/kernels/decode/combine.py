@@ -4,8 +4,12 @@
 
 The first kernel has recorded for each CTA the unit that it begins and does not end; a unit whose results are partial is
 begun by one CTA. So this kernel has a warp for each CTA of the first one and each row of a unit, for any batch size.
-Other warps, one for each batch entry, write the results of entries without tiles. Sinks join the denominator here or in
-the first kernel, once for each row.
+Other warps, one for each batch entry, write the results of entries without tiles.
+
+If units are cut into portions, there are no records. This kernel then has a warp for each row of each unit, which adds
+up the partial results of the row's portions in order, or writes the result of a row without keys.
+
+Sinks join the denominator here or in the first kernel, once for each row.
 """
 
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.finished_row import FinishedRow, QueryRow
-from jax_fastattn.kernels.decode.line import Entry, Line, owner, slot
+from jax_fastattn.kernels.decode.line import Entry, Line, Unit, owner, portions, slot
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.softmax import NEVER
@@ -37,15 +41,15 @@ class _Row:
     Attributes:
         entry: what the queries of the row's batch entry see.
         number: the row's index in its unit.
-        cta: the CTA that begins the unit; the next ones of its line go on with it.
-        count: how many CTAs have tiles of the unit.
-        pending: whether there is such a row.
+        slot: returns the slot of the i-th partial result.
+        count: how many partial results there are.
+        pending: whether there is such a row, and it has no result yet.
     """
 
     row: QueryRow
     entry: Entry
     number: Int32
-    cta: Int32
+    slot: Callable[[Int32], Int32]
     count: Int32
     pending: Boolean
 
@@ -63,7 +67,8 @@ class CombineKernel:
 
     def launch(self, buffers: Buffers, scalars: Scalars) -> Launch:
         """Returns the launch."""
-        warps = scalars.multiprocessors * self._unit_rows(scalars) + scalars.batch
+        units = self._begun_units(scalars)
+        warps = units * self._unit_rows(scalars) + (0 if self.spec.config.portion else scalars.batch)
         return Launch(
             self.kernel,
             (buffers, scalars),
@@ -78,13 +83,22 @@ class CombineKernel:
         thread = wgmma.thread_index()
         block, _, _ = cute.arch.block_idx()
         line = Line.of(self.spec, buffers, scalars, thread % 32)
-        index, rows = block * _WARPS + thread // 32, line.ctas * self._unit_rows(scalars)
+        index, rows = block * _WARPS + thread // 32, self._begun_units(scalars) * self._unit_rows(scalars)
         if cutlass.const_expr(self.begins_early):
             cute.arch.griddepcontrol_wait()
-        if index < rows:
+        if cutlass.const_expr(self.spec.config.portion > 0):
+            if index < rows:
+                self._combine(line, self._portions_row(line, index))
+        elif index < rows:
             self._combine(line, self._row(line, index))
         elif index < rows + scalars.batch:
             self._finish_empty(line, index - rows)
+
+    def _begun_units(self, scalars: Scalars) -> Int32:
+        """Returns for how many units there are warps: all units, or at most one that each CTA begins."""
+        if self.spec.config.portion:
+            return scalars.batch * (scalars.num_heads // self.spec.group)
+        return scalars.multiprocessors
 
     def _unit_rows(self, scalars: Scalars) -> Int32:
         """Returns the rows of a unit."""
@@ -96,15 +110,35 @@ class CombineKernel:
         cta, number = index // rows, index % rows
         record = ptx.load_global_chunk(line.buffers.begun.toint() + Int64(cta) * 16)
         unit, rest, end, total = (cute.arch.make_warp_uniform(x) for x in record)
-        pending, begin, heads = Boolean(unit >= 0), cta // line.side, line.scalars.num_heads // group
+        pending, begin, heads = Boolean(unit >= 0), cta // line.side, line.kv_heads
         batch, kv_head = Int32(cutlass.max(unit, 0)) // heads, unit % heads
+
+        def place(i: Int32) -> Int32:
+            # The first CTA begins the unit and, since there are several, does not end it.
+            return slot(cta + i * line.side, i == 0)
+
         return _Row(
             row=QueryRow(batch, number // group, kv_head * group + number % group),
             entry=line.entry(batch),
             number=number,
-            cta=cta,
+            slot=place,
             count=owner(end + rest - 1, line.shares, total) - begin + 1,
             pending=pending,
+        )
+
+    def _portions_row(self, line: Line, index: Int32) -> _Row:
+        """Returns a warp's row if units are cut into portions: each unit has a warp for every row."""
+        rows, group, heads = self._unit_rows(line.scalars), self.spec.group, line.kv_heads
+        number, unit = index % rows, Unit(index // rows // heads, index // rows % heads)
+        entry = line.entry(unit.batch)
+        count = portions(entry.tiles, line.portion)
+        return _Row(
+            row=QueryRow(unit.batch, number // group, unit.kv_head * group + number % group),
+            entry=entry,
+            number=number,
+            slot=lambda i: line.portion_slot(unit, Int32(0)) + i,
+            count=count,
+            pending=Boolean(count != 1),
         )
 
     def _finish_empty(self, line: Line, batch: Int32) -> None:
@@ -173,9 +207,7 @@ class CombineKernel:
     def _load(self, line: Line, row: _Row, i: Int32, chunk: Int32) -> tuple[Float32, list[Float32]]:
         """Loads the log-sum-exp and four columns of a partial result; past the last one the first of these is -inf."""
         buffers, columns = line.buffers, self.spec.v_head_dim
-        at = Int32(cutlass.min(i, row.count - 1))
-        # The first CTA begins the unit and, since there are several, does not end it.
-        place = slot(row.cta + at * line.side, at == 0)
+        place = row.slot(Int32(cutlass.min(i, row.count - 1)))
         index = Int64(place) * (line.scalars.query_length * self.spec.group) + row.number
         lse = ptx.load_global(buffers.partial_lse.toint() + index * 4)
         values = ptx.load_global_chunk(buffers.partial_out.toint() + (index * columns + chunk * 4) * 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from jax_fastattn.kernels.decode.split import portions
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 
@@ -48,6 +49,8 @@ class DecodeConfig:
             it computes.
         splits: whether units may be cut where a CTA's share ends; else a share is a number of units, there are no
             partial results, and the combine kernel is left out.
+        portion: tiles of a portion, if units are cut into portions of a fixed size (`split.py`); 0 if they are cut
+            where the share of a CTA ends.
     """
 
     row_blocks: int
@@ -56,6 +59,12 @@ class DecodeConfig:
     stages: int
     loader_warps: int
     splits: bool = True
+    portion: int = 0
+
+    @property
+    def records(self) -> bool:
+        """Whether each CTA records the unit that it begins and does not end."""
+        return self.splits and not self.portion
 
     @property
     def strip(self) -> int:
@@ -112,13 +121,24 @@ def row_blocks(rows: int) -> int:
     return next(blocks for blocks in ROW_BLOCKS if rows <= BLOCK_ROWS * blocks)
 
 
-def decode_scratch(spec: KernelSpec, multiprocessors: int, rows: int) -> dict[str, tuple[int, ...]]:
+def decode_scratch(
+    spec: KernelSpec, multiprocessors: int, rows: int, units: int, key_length: int
+) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the scratch buffers of a launch by name, see `split.py`; none if units are not split.
 
     Args:
         rows: queries times query heads of a key/value head.
+        units: batch entries times key/value heads.
+        key_length: S.
     """
-    if not spec.config.splits:
+    config: DecodeConfig = spec.config
+    if not config.splits:
         return {}
     slots = 2 * multiprocessors
-    return {"partial_out": (slots, rows, spec.v_head_dim), "partial_lse": (slots, rows), "begun": (multiprocessors, 4)}
+    if config.portion:
+        slots = units * portions(-(-key_length // config.keys), config.portion)
+    scratch: dict[str, tuple[int, ...]] = {
+        "partial_out": (slots, rows, spec.v_head_dim),
+        "partial_lse": (slots, rows),
+    }
+    return scratch | ({"begun": (multiprocessors, 4)} if config.records else {})

@@ -22,6 +22,8 @@ from jax_fastattn.kernels.tiles.plan import Bounds
 _device_split = copies.with_device_min_max(split)
 share = _device_split["share"]  # split.share on device integers
 owner = _device_split["owner"]  # split.owner on device integers
+portions = _device_split["portions"]  # split.portions on device integers
+portion_end = _device_split["portion_end"]  # split.portion_end on device integers
 
 # A warp has this many lanes.
 WARP = 32
@@ -177,6 +179,21 @@ class Line:
     def heads(self) -> Int32:
         """Key/value heads of a line."""
         return self.scalars.num_heads // self.spec.group // self.side
+
+    @property
+    def kv_heads(self) -> Int32:
+        """Key/value heads of all lines."""
+        return self.scalars.num_heads // self.spec.group
+
+    @property
+    def portion(self) -> int:
+        """Tiles of a portion; 0 if units are not cut into portions."""
+        return self.spec.config.portion
+
+    def portion_slot(self, unit: Unit, tile: Int32) -> Int32:
+        """Returns the slot of the partial result of the portion that begins with a tile of a unit."""
+        slots = portions(copies.count(self.scalars.key_length, self.keys), self.portion)
+        return (unit.batch * self.kv_heads + unit.kv_head) * slots + tile // self.portion
 
     @property
     def alike(self) -> bool:

@@ -61,7 +61,7 @@ class SegmentMerge:
 
     def begin(self, share: Share) -> None:
         """Records that no unit is begun yet, given the CTA's share."""
-        if self.memory.config.splits:
+        if self.memory.config.records:
             record = [Int32(-1), Int32(0), share.end, share.total]
             cutlass.if_generate(self.thread == 0, lambda: ptx.store_global_chunk(self._begun(), record))
 
@@ -75,7 +75,7 @@ class SegmentMerge:
             cutlass.if_generate(task < tasks, lambda: self._merge_chunk(segment, task // chunks, task % chunks))
 
         wgmma.loop(copies.count(tasks, threads), merge)
-        if self.memory.config.splits:
+        if self.memory.config.records:
             begins = Boolean(Boolean(segment.tile == 0) & Boolean(segment.count < segment.entry.tiles))
             cutlass.if_generate(Boolean(begins & (self.thread == 0)), lambda: self._record(segment))
 

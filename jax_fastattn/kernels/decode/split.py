@@ -8,6 +8,11 @@ of one unit is a segment. A segment that is a whole unit gives its results. Ever
 lies in slot 2 c + 1 if the CTA begins a unit that it does not end, and in slot 2 c if the CTA goes on with one that it
 did not begin. A CTA has one of each at most, so scratch memory does not grow with the batch.
 
+In deterministic calls a row's bits may not depend on other units. Every unit is then cut into portions of a fixed
+number of tiles, from its own first tile on, and each portion is a segment. A CTA takes the portions that begin in its
+share. A unit has slots for as many portions as S keys can have, next to each other. The combine kernel adds up the
+partial results of a unit in order.
+
 Some heads are read side by side: there is a line for each of them. With n lines, a line has every n-th head and every
 n-th CTA, and CTAs go the same way along all lines.
 
@@ -36,6 +41,16 @@ def owner(tile: Int, ctas: Int, total: Int) -> Int:
     each, more = total // ctas, total % ctas
     longer = more * (each + 1)  # tiles of the CTAs that have one more
     return min(tile // (each + 1), more) + max(tile - longer, 0) // max(each, 1)
+
+
+def portions(tiles: Int, portion: Int) -> Int:
+    """Returns how many portions a unit has, given its tiles and the tiles of a portion."""
+    return (tiles + (portion - 1)) // portion
+
+
+def portion_end(tile: Int, tiles: Int, portion: Int) -> Int:
+    """Returns the tile that the portion with a given tile ends before, in a unit of `tiles` tiles."""
+    return min((tile // portion + 1) * portion, tiles)
 
 
 def heads_side_by_side(heads: int, ctas: int) -> int:

@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 from cutlass.cutlass_dsl import while_generate, yield_out
 
-from jax_fastattn.kernels.decode.line import WARP, Entry, Line, Segment, Share, Unit, slot
+from jax_fastattn.kernels.decode.line import WARP, Entry, Line, Segment, Share, Unit, portion_end, slot
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 
 
@@ -26,7 +26,11 @@ def each(line: Line, visit: Callable[[Segment], None], begin: Callable[[Share, U
             none.
     """
     cta, _, _ = cute.arch.block_idx()
-    walk: _Walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
+    walk: _Walk
+    if line.portion:
+        walk = _PortionWalk.start(line, cta)
+    else:
+        walk = (_TileWalk if line.spec.config.splits else _UnitWalk).start(line, cta)
     walk.at.make_uniform()
     if begin is not None:
         begin(walk.own, walk.unit())
@@ -161,6 +165,72 @@ class _TileWalk:
         cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: self.entries.skip_empty(at))
         place = slot(self.cta, tile == 0)
         return Segment(entry, *unit, tile, count, place, Boolean(count == entry.tiles), self.unit)
+
+
+@dataclass(frozen=True, eq=False)
+class _PortionWalk:
+    """Tiles are dealt, and a CTA takes the portions that begin in its share, to their ends.
+
+    Attributes:
+        tiles: the place in the line. Its tiles left are below 0 if the last portion ends after the share.
+    """
+
+    tiles: _TileWalk
+
+    @classmethod
+    def start(cls, line: Line, cta: Int32) -> "_PortionWalk":
+        """Returns the walk at the first portion that begins in the CTA's share."""
+        walk = cls(_TileWalk.start(line, cta))
+        is_within = Boolean(Boolean(walk.at[2] % line.portion != 0) & Boolean(walk.left > 0))
+        cutlass.if_generate(is_within, walk._skip)
+        return walk
+
+    @property
+    def own(self) -> Share:
+        """What the CTA takes, before it is rounded to portions."""
+        return self.tiles.own
+
+    @property
+    def at(self) -> wgmma.Uniform:
+        """The place, which loops carry."""
+        return self.tiles.at
+
+    @property
+    def left(self) -> Int32:
+        """How much of the share is left."""
+        return self.tiles.left
+
+    def unit(self) -> Unit:
+        """Returns the unit at the place, which may be past the last one."""
+        return self.tiles.unit()
+
+    def next(self) -> Segment:
+        """Returns the portion at the place as a segment, and goes on to the next one."""
+        line, unit, tile = self.tiles.line, self.unit(), self.at[2]
+        entry = self.tiles.entries.entry(unit.batch)
+        count = self._advance(unit, entry)
+        place = line.portion_slot(unit, tile)
+        return Segment(entry, *unit, tile, count, place, Boolean(count == entry.tiles), self.unit)
+
+    def _skip(self) -> None:
+        """Goes on to the next portion: the CTA before this one has the portion at the place."""
+        unit = self.unit()
+        self._advance(unit, self.tiles.entries.entry(unit.batch))
+
+    def _advance(self, unit: Unit, entry: Entry) -> Int32:
+        """Goes on to the next portion, given the unit at the place; returns how many tiles lie before it."""
+        at, line = self.at, self.tiles.line
+        head, tile, left = at[1], at[2], at[3]
+        end = Int32(portion_end(tile, entry.tiles, line.portion))
+        count = cute.arch.make_warp_uniform(end - tile)
+        ends = Boolean(end == entry.tiles)
+        wraps = Boolean(ends & Boolean(head == line.heads - 1))
+        at[0] = ptx.where(wraps, unit.batch + 1, unit.batch)
+        at[1] = ptx.where(wraps, Int32(0), ptx.where(ends, head + 1, head))
+        at[2] = ptx.where(ends, Int32(0), end)
+        at[3] = left - count
+        cutlass.if_generate(Boolean(wraps & (at[3] > 0)), lambda: self.tiles.entries.skip_empty(at))
+        return count
 
 
 @dataclass(frozen=True, eq=False)

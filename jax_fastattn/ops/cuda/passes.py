@@ -104,7 +104,8 @@ def _forward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int
     rows = problem.batch, problem.query_length, problem.num_heads
     results: dict[str, tuple[int, ...]] = {"out": (*rows, problem.v_head_dim), "lse": rows}
     if kernel.op == "decode":
-        return results | decode_scratch(kernel, ffi.multiprocessors(), problem.query_length * problem.group)
+        units, rows_of_unit = problem.batch * problem.num_kv_heads, problem.query_length * problem.group
+        return results | decode_scratch(kernel, ffi.multiprocessors(), rows_of_unit, units, problem.key_length)
     return results | forward_scratch(kernel)
 
 

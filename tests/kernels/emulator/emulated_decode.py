@@ -62,20 +62,36 @@ def check(
     out, lse = wanted["out"], wanted["lse"]
     if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
-    dtype = arrays["query"].dtype
+    found = run(spec, sizes, arrays, multiprocessors=multiprocessors, side_heads=side_heads)
+    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    got = found["out"].astype(np.float64)
+    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
+    np.testing.assert_allclose(found["lse"], lse, atol=1e-4, rtol=1e-5)
+
+
+def run(
+    spec: KernelSpec,
+    sizes: Sizes,
+    arrays: dict[str, np.ndarray],
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+    side_heads: int = 1,
+) -> dict[str, np.ndarray]:
+    """Returns the output and the log-sum-exp that the kernels make of dense operands; see `check` for the arguments."""
     if spec.page:
         pages = in_pages(arrays["key"], arrays["value"], arrays["key_value_seq_lengths"], spec.page)
-        arrays |= dict(zip(("key", "value", "page_table"), pages, strict=True))
-    arrays |= {"out": np.full(out.shape, np.nan, dtype), "lse": np.full(lse.shape, np.nan, np.float32)}
-    for name, shape in decode_scratch(spec, multiprocessors, sizes.queries * spec.group).items():
-        arrays[name] = np.full(shape, np.nan, np.float32)
-    memory, buffers = place(spec, arrays)
+        arrays = arrays | dict(zip(("key", "value", "page_table"), pages, strict=True))
+    rows, v_head_dim = arrays["query"].shape[:3], arrays["value"].shape[3]
+    results = {
+        "out": np.full((*rows, v_head_dim), np.nan, arrays["query"].dtype),
+        "lse": np.full(rows, np.nan, np.float32),
+    }
+    units = sizes.batch * sizes.kv_heads
+    shapes = decode_scratch(spec, multiprocessors, sizes.queries * spec.group, units, sizes.keys)
+    scratch = {name: np.full(shape, np.nan, np.float32) for name, shape in shapes.items()}
+    memory, buffers = place(spec, arrays | results | scratch)
     scalars = launch_scalars(spec, sizes)._replace(multiprocessors=multiprocessors, side_heads=side_heads)
     if spec.page:
         scalars = scalars._replace(pages=len(arrays["key"]))
     run_launches(spec, buffers, memory, scalars)
-
-    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
-    got = memory.read(buffers.out, out.shape, dtype).astype(np.float64)
-    np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
-    np.testing.assert_allclose(memory.read(buffers.lse, lse.shape, np.float32), lse, atol=1e-4, rtol=1e-5)
+    return {name: memory.read(getattr(buffers, name), x.shape, x.dtype) for name, x in results.items()}
