@@ -172,7 +172,8 @@ class AttentionSpec:
         is_causal: key position <= query position + query_offset.
         window: `(left, right)`: a query at position p sees keys p - left .. p + right; None is unlimited.
         logits_soft_cap: `cap * tanh(x / cap)` on scaled, biased logits; None is off.
-        deterministic: gradients must be bitwise equal from run to run.
+        deterministic: gradients must be bitwise equal from run to run, and kernels must compute rows whose bits do not
+            depend on the batch.
         implementation: "cuda", "xla" or None: the CUDA kernels where they apply.
         precision: the precision of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
         present: names of the operands that are given, see `Operands.present`.

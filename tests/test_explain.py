@@ -195,7 +195,17 @@ def test_few_queries_split_their_keys(call: dict[str, Any], arch: str) -> None:
     found = explain(**call, arch=arch)
     assert (found.implementation, found.kernel) == ("cuda", f"{family} decode, {family} backward")
     assert found.tile is not None and found.tile.startswith(f"decode {rows}x")
-    assert found.variant is not None and found.variant.startswith("forward with keys split over all multiprocessors; ")
+    split = "at every 2048" if call.get("deterministic") else "over all multiprocessors; "
+    assert found.variant is not None and found.variant.startswith(f"forward with keys split {split}")
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("batch", [1, 64])
+def test_deterministic_calls_split_keys_at_one_number(batch: int) -> None:
+    long, short = (explain(**one_query(batch=batch, key_length=x), deterministic=True).variant for x in (4096, 2048))
+    assert long is not None and short is not None
+    assert long.startswith("forward with keys split at every 2048, the same bits in every batch; ")
+    assert short.startswith("forward with keys of whole heads in turn; ")
 
 
 LENGTHS = {"key_value_seq_lengths": jnp.ones(1, jnp.int32)}

@@ -229,6 +229,46 @@ def test_a_feature_that_asks_for_a_head_has_no_decoding_kernel(paged: bool, monk
     assert forward_spec(problem, "sm_90a").op == "forward" and not reads_pages(problem)
 
 
+# Calls whose batch decides about their kernel unless they are deterministic: which units are whole, whether keys of 17
+# queries with a head each are split, and whether the rows of few units are.
+_ASKS_BATCH = {
+    "lengths": dataclasses.replace(BASE, query_length=1, key_length=1024, key_value_seq_lengths=(1,)),
+    "2k": dataclasses.replace(BASE, query_length=1, key_length=2048, head_dim=128),
+    "no-groups": dataclasses.replace(BASE, query_length=17, key_length=4096, group=1),
+    "80-rows": dataclasses.replace(BASE, query_length=40, key_length=4096, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", _ASKS_BATCH)
+def test_the_batch_does_not_choose_the_kernel_of_a_deterministic_call(name: str, arch: str) -> None:
+    """Else the bits of a row would depend on the batch size."""
+    problem = dataclasses.replace(_ASKS_BATCH[name], batch=1).problem()
+
+    def kernels(deterministic: bool) -> set[KernelSpec]:
+        spec = dataclasses.replace(problem.spec, deterministic=deterministic)
+        batches = (1, 2, 44, 300)
+        return {forward_spec(dataclasses.replace(problem, spec=spec, batch=batch), arch) for batch in batches}
+
+    assert len(kernels(deterministic=False)) > 1
+    assert len(kernels(deterministic=True)) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [0, 16])
+def test_deterministic_calls_cut_keys_at_one_number(arch: str, head_dim: int, page: int) -> None:
+    case = dataclasses.replace(
+        BASE, query_length=1, key_value_seq_lengths=(7, 9), head_dim=head_dim, deterministic=True
+    )
+    found = {}
+    for length in (2048, 2064, 1 << 17):
+        problem = dataclasses.replace(case, key_length=length).problem()
+        config = forward_spec(dataclasses.replace(problem, page=page, pages=page and 99), arch).config
+        found[length] = config.splits, config.portion * config.keys
+    assert found == {2048: (False, 0), 2064: (True, 2048), 1 << 17: (True, 2048)}
+
+
 def test_one_kernel_computes_dq() -> None:
     for main, dq in ((BackwardConfig(64, 2), None), (BackwardConfig(64, 3, 72), DqConfig(64, 5, True))):
         with pytest.raises(ValueError, match="exactly one kernel has to compute dq"):

@@ -134,7 +134,8 @@ def attention(
             (https://arxiv.org/abs/2309.17453). Differentiable. Default: None.
         query_offset: int or integers `[B]`: query i stands at key position i + query_offset for `is_causal` and
             windows. Default: 0, `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
-        deterministic: whether gradients must be bitwise equal from run to run. Default: False.
+        deterministic: whether gradients must be bitwise equal from run to run, and the bits of a row must not depend on
+            the other entries of the batch, see docs/numerics.md. Holds in kernels. Default: False.
         score_mod: `score_mod(score, b, h, q, k)`, a JAX function of scalars that returns what becomes of a scaled,
             biased logit before the soft cap. All of its floats are float32 (float64 for float64 input), and b, h, q, k
             are int32 indices of `query` and `key`. Arrays that it captures are data, and differentiable;

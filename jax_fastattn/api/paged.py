@@ -28,6 +28,7 @@ class _Options(TypedDict, total=False):
     logits_soft_cap: float | None
     scale: ArrayLike | None
     implementation: Implementation | None
+    deterministic: bool
 
 
 @overload
@@ -85,6 +86,7 @@ def paged_attention(
     scale: ArrayLike | None = None,
     return_residual: bool = False,
     implementation: Implementation | None = None,
+    deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention to a key/value cache that lies in pages, as when sequences are decoded.
 
@@ -108,6 +110,8 @@ def paged_attention(
             windows. Default: `lengths - T`, after clamping, so that the last query stands at the last key.
         is_causal, local_window_size, sinks, logits_soft_cap, scale, return_residual, implementation: as for
             `attention`. "cuda" takes the CUDA kernels, after a gather where no kernel reads the pages, or raises.
+        deterministic: whether the bits of a row must not depend on the other entries of the batch, see
+            docs/numerics.md. Default: False.
 
     Returns:
         The output `[B, T, N, D]` in the dtype of `query`; with `return_residual` also the log-sum-exp `[B, T, N]`, as
@@ -137,6 +141,7 @@ def paged_attention(
         "logits_soft_cap": logits_soft_cap,
         "return_residual": return_residual,
         "implementation": implementation,
+        "deterministic": deterministic,
     }
     return eager.call(_paged_attention, operands, options)
 

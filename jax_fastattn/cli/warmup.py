@@ -236,7 +236,9 @@ def describe(spec: KernelSpec) -> str:
         side = "keys" if spec.config.transposed else "queries"
         words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]
     if spec.op == "decode":
-        words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows" + ("" if spec.config.splits else " of whole heads"))
+        cut = f" split at every {spec.config.portion * spec.config.keys} keys" if spec.config.portion else ""
+        cut = cut if spec.config.splits else " of whole heads"
+        words.append(f"{BLOCK_ROWS * spec.config.row_blocks} rows{cut}")
     words += [text for name, text in flags.items() if getattr(spec, name)]
     words += [code.name for code in spec.features]
     return ", ".join(words) + f" ({cache.kernel_key(spec)[:8]})"

@@ -47,6 +47,11 @@ _LAUNCH_NBYTES = 16 << 20
 # four times as much, they stream less than `_STREAMING_SMS` says, and the split call takes 0.75 to 0.93 of the time.
 _MAX_WHOLE_NBYTES = 1 << 20
 
+# Units of deterministic calls are cut into portions of this many keys: at head dim 128, what a CTA alone reads of a
+# unit, see above. With 1024 keys, calls of 64 rows would take 1.15 times as long as by equal shares, by the model of
+# notebook/bits.md.
+_PORTION_KEYS = 2048
+
 # CTAs add in one order up to this mean length of packed sequences. Padding counts as one sequence before and one after
 # them.
 _ORDERED_MEAN_LENGTH = 1536
@@ -101,8 +106,8 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
     """Returns a compile key with the config that the tables of its family have for it, in place of any previous config.
 
     The key of a prepass comes back as it is, since its config holds the tiles of the kernel that reads its lists. Units
-    of a decoding kernel that are whole stay whole. A soft cap becomes exact where a sink's gradient would show that the
-    error of a rough one is not even, and in the portable family.
+    of a decoding kernel that are whole stay whole, and portions keep their tiles. A soft cap becomes exact where a
+    sink's gradient would show that the error of a rough one is not even, and in the portable family.
 
     Args:
         spec: the key; tests and tools build one by hand.
@@ -117,7 +122,8 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         if rows is None:
             rows = BLOCK_ROWS * spec.config.row_blocks if spec.config else 1
         config = (sm90_decode if spec.family == "sm90" else sm80_decode).decode_config(spec, rows)
-        config = replace(config, splits=spec.config is None or spec.config.splits)
+        if spec.config:
+            config = replace(config, splits=spec.config.splits, portion=spec.config.portion)
     elif spec.op == "forward":
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:
@@ -210,7 +216,10 @@ def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
 
 
 def splits_keys(problem: Problem) -> bool:
-    """Returns whether the forward pass takes the decoding kernels, for few queries and many keys."""
+    """Returns whether the forward pass takes the decoding kernels, for few queries and many keys.
+
+    The kernel of a deterministic call does not depend on the batch, which counts as large enough to fill the GPU.
+    """
     rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
@@ -229,10 +238,23 @@ def _most_split_rows(problem: Problem) -> int:
     one query head, most of which do not exist if the group is large. Head dims over 128
     were not timed; at 256 the partial outputs do not fit the shared memory of all GPUs.
     """
-    few_units = 2 * problem.batch * problem.num_kv_heads <= H100_MULTIPROCESSORS
+    units = problem.batch * problem.num_kv_heads
+    few_units = 2 * units <= H100_MULTIPROCESSORS and not problem.spec.deterministic
     wins = few_units or problem.head_dim <= 64 or problem.group >= 4
     fits = max(problem.head_dim, problem.v_head_dim) <= 128
     return MAX_ROWS if wins and fits else MAX_SPLIT_ROWS
+
+
+def _cut(problem: Problem, key: KernelSpec) -> KernelSpec:
+    """Returns the compile key of a decoding kernel with the way in which it cuts units.
+
+    The units of a deterministic call are whole, or cut into portions. Its batch does not decide which.
+    """
+    if problem.spec.deterministic:
+        splits = problem.key_length > _PORTION_KEYS
+        portion = _PORTION_KEYS // key.config.keys if splits else 0
+        return replace(key, config=replace(key.config, splits=splits, portion=portion))
+    return replace(key, config=replace(key.config, splits=not _takes_whole_units(problem, key)))
 
 
 def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
@@ -269,8 +291,8 @@ def _has_placed_features(problem: Problem) -> bool:
 
 
 def _fills_gpu(problem: Problem) -> bool:
-    """Returns whether there is a head for each SM."""
-    return problem.batch * problem.num_heads >= H100_MULTIPROCESSORS
+    """Returns whether there is a head for each SM; a deterministic call does not ask its batch."""
+    return problem.spec.deterministic or problem.batch * problem.num_heads >= H100_MULTIPROCESSORS
 
 
 def forward_spec(problem: Problem, arch: str) -> KernelSpec:
@@ -332,8 +354,8 @@ def kernel_spec(
     loads = key.cost.score_nbytes or key.cost.key_nbytes
     short = max(problem.query_length, problem.key_length) <= (SHORT_LOADING_LENGTH if loads else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)
-    if op == "decode" and _takes_whole_units(problem, key):
-        return replace(key, config=replace(key.config, splits=False))
+    if op == "decode":
+        return _cut(problem, key)
     if op == "backward":
         key = replace(key, alike=_reads_live_keys(problem, key))
     key = replace(key, compared=_compares(problem, key))

@@ -13,6 +13,7 @@ import jax
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
+from jax_fastattn.kernels.decode.config import DecodeConfig
 from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
 from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
@@ -150,8 +151,7 @@ def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, and how dq is added up."""
     forward = forward_spec(problem, arch)
     if forward.op == "decode":
-        splits = forward.config.splits
-        forward_words = f"forward with keys {'split over all multiprocessors' if splits else 'of whole heads in turn'}"
+        forward_words = f"forward with keys {_split_words(forward.config)}"
     else:
         forward_words = f"forward for {'any length' if forward == configured(forward) else 'short lengths'}"
     if not has_gradient:
@@ -161,6 +161,15 @@ def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
         return f"{forward_words}; dq in a kernel of its own, in registers"
     order = "in semaphore order, always the same bits" if backward.ordered else "by atomics, in an order that may vary"
     return f"{forward_words}; backward in one kernel, dq added {order}"
+
+
+def _split_words(config: DecodeConfig) -> str:
+    """Says where a decoding kernel cuts the keys of a head."""
+    if not config.splits:
+        return "of whole heads in turn"
+    if config.portion:
+        return f"split at every {config.portion * config.keys}, the same bits in every batch"
+    return "split over all multiprocessors"
 
 
 def _refusal(reasons: list[Reason]) -> NotImplementedError:

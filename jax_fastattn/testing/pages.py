@@ -74,8 +74,6 @@ def paged_arguments(case: Case, operands: Operands, page: int) -> dict[str, Any]
     key_pages, value_pages, table = in_pages(key, value, lengths, page)
     offset = np.array(case.query_offset or (0,) * case.batch, np.int32)
     is_default = case.spec().bounds == (None, None) or np.array_equal(offset, lengths - case.query_length)
-    options = draws.static_options(case.spec())
-    del options["deterministic"]
     return {
         "query": operands.query,
         "key_pages": key_pages,
@@ -84,5 +82,5 @@ def paged_arguments(case: Case, operands: Operands, page: int) -> dict[str, Any]
         "lengths": lengths,
         "query_offset": None if is_default else offset,
         "sinks": None if operands.sinks is None else operands.sinks[0],
-        **options,
+        **draws.static_options(case.spec()),
     }

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.kernels import choose
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -38,6 +39,15 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
     ),
     "mask-that-hides-all": ((2, 4, 2, 64, 64), {"mask": (2, 1, 1, 260), "keys": ((0, 0), (3, 4)), "sinks": True}),
     "64-rows-of-a-mask": ((16, 4, 1, 64, 64), {"mask": (1, 1, 16, 260), "logits_soft_cap": 2.0}),
+    # Portions of 128 keys, which the test sets.
+    "deterministic": (
+        (2, 4, 2, 128, 128),
+        {"is_causal": True, "query_offset": (257, 30), "key_value_seq_lengths": (259, 32), "deterministic": True},
+    ),
+    "deterministic-mask": (
+        (1, 6, 3, 64, 64),
+        {"mask": (2, 1, 1, 260), "keys": ((70, 250), (0, 40)), "deterministic": True},
+    ),
     "segment-ids": ((4, 4, 2, 64, 64), {"ids": 3, "local_window_size": (150, 150)}),
     "segment-ids-and-a-mask": ((2, 2, 1, 256, 256), {"ids": 2, "mask": (2, 1, 1, 260), "keys": ((100, 190), (0, 64))}),
 }
@@ -79,6 +89,7 @@ def test_attention_of_few_queries(name: str, arch: str, monkeypatch: pytest.Monk
         return emulated_ops.bind(*operands, **params)
 
     emulated_ops.emulate(monkeypatch, arch, bind)
+    monkeypatch.setattr(choose, "_PORTION_KEYS", 128)
     spec, operands = _arguments(name)
     poisoned, *_ = poison(spec, operands, jnp.zeros((*operands.query.shape[:3], operands.value.shape[3]), jnp.bfloat16))
     out, lse = cuda.forward(spec, poisoned)

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import emulated_decode
 import emulated_forward
 import emulated_hopper
 import emulated_packed
@@ -38,14 +39,14 @@ def entry(arrays: dict[str, np.ndarray], b: int) -> dict[str, np.ndarray]:
     return {name: x[b : b + 1] if x.shape[0] == SIZES.batch else x for name, x in arrays.items()}
 
 
-def alone(b: int) -> Sizes:
+def alone(b: int, sizes: Sizes = SIZES) -> Sizes:
     """The sizes of one batch entry."""
     return dataclasses.replace(
-        SIZES,
+        sizes,
         batch=1,
-        query_lengths=SIZES.query_lengths[b : b + 1],
-        key_lengths=SIZES.key_lengths[b : b + 1],
-        offsets=SIZES.offsets[b : b + 1],
+        query_lengths=sizes.query_lengths[b : b + 1],
+        key_lengths=sizes.key_lengths[b : b + 1],
+        offsets=sizes.offsets[b : b + 1],
     )
 
 
@@ -66,6 +67,64 @@ def test_gradients_of_a_batch_entry_in_a_fixed_order_have_the_bits_that_they_hav
     found = emulated_hopper.run_backward(spec, alone(2), entry(arrays, 2))
     for name, x in together.items():
         np.testing.assert_array_equal(found[name], x[2:3], err_msg=name)
+
+
+def few_queries(family: Family, page: int = 0, queries: int = 1) -> tuple[KernelSpec, Sizes]:
+    """The compile key of a deterministic call of few queries, with portions of two tiles, and ragged lengths."""
+    causal = {"window_right": True, "query_offset": True, "key_value_seq_lengths": True}
+    spec = KernelSpec("decode", ARCH[family], "bfloat16", 128, 128, family=family, group=2, page=page, **causal)
+    spec = configured(spec)
+    assert spec.config.keys == 64
+    # Two portions, one tile, and a key after a portion, which the first of three queries does not see.
+    lengths, offsets = (200, 64, 130), (200 - queries, 64 - queries, 130 - queries)
+    sizes = Sizes(3, queries, 208, kv_heads=2, right=0, key_lengths=lengths, offsets=offsets)
+    return dataclasses.replace(spec, config=dataclasses.replace(spec.config, portion=2)), sizes
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("family", FORWARD)
+def test_few_queries_of_a_batch_entry_have_the_bits_that_they_have_alone(family: Family, page: int) -> None:
+    """On another number of SMs, whose shares begin within other portions; and those of pages have the dense bits."""
+    spec, sizes = few_queries(family, page)
+    arrays, _ = draw_operands(spec, sizes)
+    together = emulated_decode.run(spec, sizes, arrays, multiprocessors=6, side_heads=2)
+    dense = dataclasses.replace(spec, page=0)
+    for b in (0, 2):
+        found = emulated_decode.run(dense, alone(b, sizes), entry(arrays, b), multiprocessors=3)
+        for name, x in together.items():
+            np.testing.assert_array_equal(found[name], x[b : b + 1], err_msg=name)
+
+
+@pytest.mark.parametrize("family", FORWARD)
+def test_queries_have_the_bits_that_they_have_one_at_a_time(family: Family) -> None:
+    """As proposed tokens have that are checked at once. The first one sees one portion, and its log-sum-exp is rounded
+    once more where the others see two.
+    """
+    spec, sizes = few_queries(family, queries=3)
+    arrays, _ = draw_operands(spec, sizes)
+    arrays, sizes = entry(arrays, 2), alone(2, sizes)
+    together = emulated_decode.run(spec, sizes, arrays)
+    for i in range(3):
+        place = {"key_value_seq_lengths": np.array([128 + i], np.int32), "query_offset": np.array([127 + i], np.int32)}
+        step = arrays | place | {"query": arrays["query"][:, i : i + 1]}
+        found = emulated_decode.run(spec, dataclasses.replace(sizes, queries=1), step)
+        np.testing.assert_array_equal(found["out"], together["out"][:, i : i + 1])
+        np.testing.assert_allclose(found["lse"], together["lse"][:, i : i + 1], rtol=0 if i else 1e-6)
+
+
+@pytest.mark.parametrize(("family", "start"), [("sm90", 64), ("sm80", 128)])
+def test_a_chunk_of_a_prefill_has_the_bits_of_the_whole_one(family: Family, start: int) -> None:
+    """It begins at a tile of queries, since rows of a warp rescale together. The arrays of keys are equally long."""
+    spec = configured(key("forward", family, window_right=True), short=True)
+    chunk = configured(key("forward", family, window_right=True, query_offset=True), short=True)
+    assert spec.config == chunk.config and start % spec.config.rows == 0
+    sizes = dataclasses.replace(SIZES, batch=1, keys=133, kv_heads=1)
+    arrays, _ = draw_operands(spec, sizes)
+    whole = FORWARD[family](spec, sizes, arrays)
+    rest = {"query": arrays["query"][:, start:], "query_offset": np.array([start], np.int32)}
+    found = FORWARD[family](chunk, dataclasses.replace(sizes, queries=133 - start), arrays | rest)
+    for name, x in whole.items():
+        np.testing.assert_array_equal(found[name], x[:, start:], err_msg=name)
 
 
 @pytest.mark.parametrize("family", FORWARD)

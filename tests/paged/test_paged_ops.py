@@ -340,6 +340,19 @@ def test_cuda_reads_pages_for_few_queries(
         assert "the pages are first gathered" in found.note
 
 
+def test_a_deterministic_call_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its tables have room for 129 * 16 keys, more than one portion."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    query, pages = jnp.ones((1, 1, 8, 64), jnp.bfloat16), jnp.ones((2, 16, 2, 64), jnp.bfloat16)
+    arguments = {"page_table": jnp.zeros((1, 129), jnp.int32), "lengths": jnp.ones(1, jnp.int32)}
+    found = [explain(query, pages, pages, **arguments, deterministic=x, arch="sm_90a").variant for x in (False, True)]
+    assert found == [
+        "forward with keys split over all multiprocessors",
+        "forward with keys split at every 2048, the same bits in every batch",
+    ]
+    calls.assert_same(paged_attention(**draw(), deterministic=True), paged_attention(**draw()))
+
+
 def test_export_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
     checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]

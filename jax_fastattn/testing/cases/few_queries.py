@@ -51,6 +51,14 @@ FEW_QUERIES = {
     ),
     # Each unit has a CTA of its own, with or without keys.
     "whole units": on(_DECODING, key_length=300, key_value_seq_lengths=_ENDS, sinks="n"),
+    # Up to three portions of 2048 keys.
+    "portions": on(
+        _DECODING,
+        key_length=4300,
+        key_value_seq_lengths=(0, 1, 2047, 2048, 2049, 4096, 700, 4097, 4300),
+        sinks="n",
+        deterministic=True,
+    ),
     "mask of keys": on(_DECODING, mask="bs"),
     "mask of heads and pairs": on(_DECODING, query_length=4, mask="bnts", key_value_seq_lengths=_ENDS, dlse=True),
     "mask of short units": on(_DECODING, query_length=3, key_length=300, mask="bts", head_dim=64, v_head_dim=64),
