@@ -5,6 +5,9 @@
     python benchmarks/few_queries.py --output few-queries.json
     python benchmarks/few_queries.py --arch sm_90-a100 --cases b64-8k b8-32k --output few-queries-a100.json
 
+`--implementations jax_fastattn jax_fastattn-deterministic` also times `deterministic=True`; `of_...` is what it takes
+over the default.
+
 A program has 16 calls with different queries, since a single call of 14 us would measure its launch. A record has
 microseconds of a call, TB/s of the keys and values that are visible, and both as shares of cuDNN's speed and of the
 copy's. The copy adds one to keys and values; what it reads and writes counts. Times are medians of the rounds.
@@ -62,6 +65,7 @@ CASES = {
     "b8-32k": Few(8, 32768),
     "b1-128k": Few(1, 131072),
     "b16-16k-ragged": Few(16, 16384, lengths="ragged"),
+    "b32-16k-ragged": Few(32, 16384, lengths="ragged"),
     "b32-8k-28/4": Few(32, 8192, heads=28, kv_heads=4),
     "b10-8k-28/4": Few(10, 8192, heads=28, kv_heads=4),
     "b64-8k-d64": Few(64, 8192, head_dim=64),
@@ -80,9 +84,11 @@ CASES = {
 }
 
 
-def ours(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def ours(
+    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None, deterministic: bool = False
+) -> jax.Array:
     """Returns the output of `jax_fastattn`."""
-    return jax_fastattn.attention(query, key, value, key_value_seq_lengths=lengths)
+    return jax_fastattn.attention(query, key, value, key_value_seq_lengths=lengths, deterministic=deterministic)
 
 
 def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -93,7 +99,13 @@ def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
     return jax.nn.dot_product_attention(query, key, value, implementation="cudnn", **options)
 
 
-IMPLEMENTATIONS = {"jax_fastattn": ours, "jax.nn-cudnn": cudnn}
+# The default takes the implementations of `DEFAULTS`.
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "jax_fastattn": ours,
+    "jax_fastattn-deterministic": functools.partial(ours, deterministic=True),
+    "jax.nn-cudnn": cudnn,
+}
+DEFAULTS = ("jax_fastattn", "jax.nn-cudnn")
 
 
 def measure(case: Few, implementations: list[str], rounds: int, measurement_ms: float) -> dict[str, Any]:
@@ -129,7 +141,8 @@ def measure(case: Few, implementations: list[str], rounds: int, measurement_ms: 
         rate = int(case.seen().sum()) * row_nbytes / us["jax_fastattn"] / 1e6
         copied = 4 * cache[0].nbytes / us["copy"] / 1e6
         record |= {"tb_per_s": rate, "copy_tb_per_s": copied, "of_copy": rate / copied}
-        record |= {f"of_{name}": x / us["jax_fastattn"] for name, x in us.items() if name.startswith("jax.nn")}
+        record |= {f"of_{name}": x / us["jax_fastattn"] for name, x in us.items() if name in IMPLEMENTATIONS}
+        del record["of_jax_fastattn"]
     return record
 
 
@@ -145,7 +158,7 @@ def elapsed_ms(program: Callable[[], Any], count: int) -> float:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
-    parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=list(DEFAULTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--measurement-ms", type=float, default=30.0, help="the least length of one (default: 30)")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")

@@ -37,6 +37,17 @@ def test_a_record_has_times_and_shares_and_errors_of_peers(tmp_path: Path, monke
         assert record["copy_tb_per_s"] == pytest.approx(copied / us["copy"] / 1e6)
 
 
+def test_deterministic_calls_are_compared_with_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_queries, "CASES", {"tiny": TINY["tiny"]})
+    output, names = tmp_path / "record.json", ["jax_fastattn", "jax_fastattn-deterministic"]
+    options = ["--rounds", "2", "--measurement-ms", "0.1", "--output", str(output), "--commit", "0" * 40]
+    few_queries.main(["--implementations", *names, *options])
+    record = json.loads(output.read_text())["cases"]["tiny"]
+    us = record["us"]
+    assert {*us} == {*names, "copy"} and not record["errors"]
+    assert record["of_jax_fastattn-deterministic"] == pytest.approx(us[names[1]] / us[names[0]])
+
+
 def test_lengths_hide_keys() -> None:
     case = Few(3, 24, 1, 2, 1, 8, "ragged")
     query, key, value = (
