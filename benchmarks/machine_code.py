@@ -390,7 +390,7 @@ def compiled(spec: Any) -> dict[str, dict[str, Any]]:
     """Returns the kernels of a compile key, as the fields of `Kernel`."""
     from resources import cubin, kernel_resources  # type: ignore[import-not-found]
 
-    from jax_fastattn.ffi import compiler
+    from jax_fastattn.compilation import compiler
 
     code, shared_bytes = compiler.compile_launches(spec)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

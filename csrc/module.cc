@@ -68,7 +68,7 @@ namespace ffi = xla::ffi;
 constexpr size_t kMaxBuffers = 32;
 constexpr size_t kMaxArguments = 64;
 
-// What kernels are compiled for, in bytes, see ffi/compiler.py.
+// What kernels are compiled for, in bytes, see compilation/compiler.py.
 constexpr uintptr_t kAlignment = 16;
 
 // What a custom call passes on. XLA keeps the attributes where they are.

@@ -24,7 +24,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// The name under which ffi/compiler.py exports the launcher of an object.
+// The name under which compilation/compiler.py exports the launcher of an object.
 constexpr char kFunctionPrefix[] = "jax_fastattn";
 
 // CUdevice_attribute, as cuda.h numbers it.

@@ -3,25 +3,32 @@
 """Exact attention for JAX on NVIDIA GPUs: CUDA kernels and a drop-in for `jax.nn.dot_product_attention`.
 
 Importing this package loads neither the kernel compiler nor the C++ extension; the first call that is lowered for CUDA
-loads what it needs.
+loads what it needs. The first use of a public name loads JAX, so that a process that only compiles kernels does not.
 """
 
-from jax_fastattn.api import (
-    all_to_all_attention,
-    and_masks,
-    attention,
-    attention_varlen,
-    causal,
-    explain,
-    or_masks,
-    paged_attention,
-    positions,
-    ring_attention,
-    unzigzag,
-    zigzag,
-)
-from jax_fastattn.ffi import register as register_ffi_targets
-from jax_fastattn.ffi import target_arch
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_fastattn.api import (
+        all_to_all_attention,
+        and_masks,
+        attention,
+        attention_varlen,
+        causal,
+        explain,
+        or_masks,
+        paged_attention,
+        positions,
+        ring_attention,
+        unzigzag,
+        zigzag,
+    )
+    from jax_fastattn.ffi import register as register_ffi_targets
+    from jax_fastattn.ffi import target_arch
 
 __all__ = [
     "all_to_all_attention",
@@ -40,6 +47,23 @@ __all__ = [
     "zigzag",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports all public names when one of them is first used, and a submodule when it is."""
+    if name not in __all__:
+        return _submodule(name)
+    api, ffi = _submodule("api"), _submodule("ffi")
+    homes = {"register_ffi_targets": ffi.register, "target_arch": ffi.target_arch}
+    globals().update({public: homes.get(public) or getattr(api, public) for public in __all__})
+    return globals()[name]
+
+
+def _submodule(name: str) -> Any:
+    path = f"{__name__}.{name}"
+    if name.startswith("__") or importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(path)
 
 
 def __dir__() -> list[str]:

@@ -44,11 +44,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import packed
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.function import HARMLESS
 from jax_fastattn.programs.planes import Place, places
-from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 
 
 def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -20,9 +20,6 @@ from jax_fastattn.programs.function import Program
 
 Implementation = Literal["cuda", "xla"]
 
-# It is beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
-UNBOUNDED = 1 << 29
-
 # A bias at or below this counts as -inf: `finfo.min` of float32 and of bfloat16, with which models spell masks, and 0.7
 # of it, as in `jax.nn`. The least number of float16 is a finite bias.
 HIDDEN_BIAS = -2.36e38

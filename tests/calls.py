@@ -18,6 +18,7 @@ import stand_in
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
@@ -156,7 +157,7 @@ def lower_for_cuda(patch: Any, directory: Any, arch: str | None = "sm_90a") -> N
     """
     patch.setenv("JAX_FASTATTN_CACHE_DIR", str(directory))
     stand_in.stand_in_compiler(patch)
-    patch.setattr(registry, "_is_installed", lambda module: True)
+    patch.setattr(libraries, "is_installed", lambda module: True)
     patch.setattr(registry, "named_arch", lambda: registry._target.value or arch)
     dispatch._warned.cache_clear()
 

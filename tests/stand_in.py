@@ -23,10 +23,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_fastattn import ffi
-from jax_fastattn.ffi import cache, call
+from jax_fastattn.compilation import cache
+from jax_fastattn.ffi import call
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 SOURCES = [Path(__file__).parent / "csrc" / name for name in ("stand_in.cc", "call_again.cc")]
 SPEC = configured(KernelSpec("forward", "sm_90a", "bfloat16", 64, 32, key_value_seq_lengths=True))

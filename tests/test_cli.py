@@ -32,7 +32,8 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
-from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.ffi import call
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
@@ -87,7 +88,7 @@ def test_a_later_call_finds_the_kernels_that_warmup_compiled(directory: Path) ->
     text = printed("warmup", *SHAPE, "--arch", "sm_80", "--processes", "2")
     line = r"^\[\d+/10\] sm_80, (?:forward|decode|backward), d24, .*: compiled in \d"
     assert len(re.findall(line, text, re.MULTILINE)) == 10
-    assert re.search(rf"^10 kernels, by nvidia-cutlass-dsl .* for CUDA {registry.toolkit()}, into", text)
+    assert re.search(rf"^10 kernels, by nvidia-cutlass-dsl .* for CUDA {libraries.toolkit()}, into", text)
     assert "10 compiled, 0 in the cache before, 0 failed" in text
     code = """
         import jax, jax.numpy as jnp
@@ -324,7 +325,7 @@ def test_info_in_a_process_of_its_own(directory: Path) -> None:
     found = json.loads(printed("info", "--json"))
     assert found["versions"]["jax"] == jax.__version__
     assert (found["backend"], found["gpus"], found["extension"]) == ("cpu", [], True)
-    assert found["compiler"]["cuda"] == registry.toolkit()
+    assert found["compiler"]["cuda"] == libraries.toolkit()
     assert (found["cache"]["path"], found["cache"]["entries"]) == (str(directory), 1)
     assert found["families"]["sm_90a"] == "sm90 forward, sm90 backward"
     assert "calls" not in found
@@ -376,7 +377,7 @@ def test_info_names_the_kernels_of_each_gpu(
 def test_info_says_why_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, driver: int | None, plugin: str | None, text: str
 ) -> None:
-    monkeypatch.setattr(registry, "driver_version", lambda: driver)
+    monkeypatch.setattr(libraries, "driver_version", lambda: driver)
     monkeypatch.setattr(machine, "version", lambda package: plugin)
     assert text in info._without_gpu("Unknown backend")
 
@@ -388,7 +389,7 @@ def test_info_explains_the_traceback_of_jax(
     monkeypatch: pytest.MonkeyPatch, plugin: str | None, platforms: str, is_loud: bool
 ) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.setattr(registry, "driver_version", lambda: None)
+    monkeypatch.setattr(libraries, "driver_version", lambda: None)
     monkeypatch.setattr(machine, "version", lambda package: plugin)
     text = "JAX's CUDA plugin prints a traceback about it; JAX_PLATFORMS=cpu avoids that"
     assert (text in info._without_gpu("Unknown backend")) == is_loud

@@ -135,12 +135,12 @@ def test_second_derivatives_under_a_mesh_differ_in_each_field() -> None:
 @pytest.mark.parametrize(
     "fact",
     {
-        "sources": ("fingerprint.sources_digest", lambda: "others"),
-        "compiler": ("registry.compiler_version", lambda: "0.0.0"),
-        "cuda-libraries": ("registry.toolkit", lambda: 99),
-        "multiprocessors": ("registry.multiprocessors", lambda: 7),
-        "missing": ("registry.missing_parts", lambda: ["the compiler is missing"]),
-        "cpu": ("fingerprint.platform.machine", lambda: "another"),
+        "sources": ("ffi.fingerprint.sources_digest", lambda: "others"),
+        "compiler": ("compilation.libraries.compiler_version", lambda: "0.0.0"),
+        "cuda-libraries": ("compilation.libraries.toolkit", lambda: 99),
+        "multiprocessors": ("ffi.registry.multiprocessors", lambda: 7),
+        "missing": ("ffi.registry.missing_parts", lambda: ["the compiler is missing"]),
+        "cpu": ("ffi.fingerprint.platform.machine", lambda: "another"),
     }.items(),
     ids=lambda fact: fact[0],
 )
@@ -150,7 +150,7 @@ def test_programs_under_a_mesh_differ_in_what_the_process_lowers_with(
     monkeypatch.setattr("jax_fastattn.ffi.registry.missing_parts", list)
     with target_arch("sm_90a"):
         before = cuda_text({})
-        monkeypatch.setattr(f"jax_fastattn.ffi.{fact[1][0]}", fact[1][1])
+        monkeypatch.setattr(f"jax_fastattn.{fact[1][0]}", fact[1][1])
         jax.clear_caches()
         assert cuda_text({}) != before
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn import attention, attention_varlen, explain, target_arch
-from jax_fastattn.ffi import registry
+from jax_fastattn.compilation import libraries
 
 Q, K, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 129, 6, 64), (2, 193, 3, 64), (2, 193, 3, 40)))
 
@@ -258,7 +258,7 @@ def test_other_calls_take_the_forward_kernel(call: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("_gpu")
 def test_on_a_gpu_without_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jax_fastattn.ffi.registry._is_installed", lambda module: False)
+    monkeypatch.setattr("jax_fastattn.compilation.libraries.is_installed", lambda module: False)
     found = explain(Q, K, V)
     assert found.implementation == "xla"
     assert any("pip install" in reason for reason in found.reasons)
@@ -281,7 +281,7 @@ def test_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.usefixtures("_gpu")
 @pytest.mark.parametrize("arch", ["sm_87", "sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_121a"])
 def test_says_where_the_kernels_were_not_timed(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    monkeypatch.setattr(registry, "toolkit", lambda: 13)
+    monkeypatch.setattr(libraries, "toolkit", lambda: 13)
     found = explain(Q, K, V, arch=arch)
     assert found.implementation == "cuda"
     untimed = arch in ("sm_100a", "sm_103a", "sm_110a")

@@ -20,6 +20,7 @@ import kept
 import pytest
 
 import jax_fastattn
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
 
 # Makes a module impossible to find and to import.
@@ -141,8 +142,8 @@ def test_a_package_without_its_extension_says_what_to_do(
     if is_clone:
         (tmp_path / "CMakeLists.txt").touch()
     monkeypatch.setattr(registry, "__file__", str(tmp_path / "jax_fastattn" / "ffi" / "registry.py"))
-    monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "is_installed", lambda module: module == "nvidia_cutlass_dsl")
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (reason,) = registry.missing_parts()
     assert reason.endswith(f" is not in {tmp_path / 'jax_fastattn'}; {remedy.format(root=tmp_path)}")
@@ -155,7 +156,7 @@ def test_messages_name_only_packages_that_an_index_has(monkeypatch: pytest.Monke
     texts = {path.name: path.read_text() for path in sources}
     assert [name for name, text in texts.items() if "jax_fastattn[" in text] == []
     extras = tomllib.loads((clone / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    monkeypatch.setattr(registry, "_is_installed", lambda module: False)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: False)
     for extra in ("cuda13", "cuda12"):
         (compiler,) = (name for name in extras[extra] if name.startswith("nvidia-cutlass-dsl"))
         for text in (registry.missing_parts()[1], texts["libraries.cc"]):

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
 
 from jax_fastattn import attention, attention_varlen, explain, ffi, target_arch
 from jax_fastattn.cases.case import Case
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import call
 from jax_fastattn.integrations import jax_nn
 from jax_fastattn.integrations.flax import attention_fn
@@ -338,7 +339,7 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool(reason.remedy) for reason in expected] == [True, False, False]
     monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
     assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75")]
-    monkeypatch.setattr(ffi.registry, "_is_installed", lambda module: False)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: False)
     assert reasons() == ffi.missing_parts() + [str(reason) for reason in expected]
 
 

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.tiles.plan import (
     place_in_sections,
     section,
 )
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 LENGTHS = range(6)
 BOUNDS = (0, 1, 2, 4, UNBOUNDED)

@@ -34,7 +34,7 @@ from jax_fastattn.kernels.support import (
     speed_note,
     unsupported_reasons,
 )
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.testing.borrow import borrow
 from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
 from jax_fastattn.testing.cases.gpu import GPU_CASES

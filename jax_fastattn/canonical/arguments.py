@@ -15,9 +15,10 @@ import numpy as np
 
 from jax_fastattn import _compat
 from jax_fastattn.canonical import validation
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.function import Program
-from jax_fastattn.spec import OPERANDS, QKV, UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, is_known
 
 # A symbolic length counts as this where a window is compared with it. Twice this and an offset stay in UNBOUNDED.
 LONGEST_SYMBOLIC = 1 << 27

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, validation
 from jax_fastattn.canonical.programs import programs
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import AttentionSpec, Operands
 
 
 def canonicalize(

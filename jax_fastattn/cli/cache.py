@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_fastattn.cli.errors import CommandError
 from jax_fastattn.cli.text import file_size
-from jax_fastattn.ffi import cache
+from jax_fastattn.compilation import cache
 
 
 def add_parser(commands: Any) -> None:

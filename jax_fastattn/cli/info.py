@@ -23,7 +23,8 @@ from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.cli.text import columns, file_size
-from jax_fastattn.ffi import cache, registry
+from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import describe_kernels
 from jax_fastattn.ops import dispatch
@@ -95,13 +96,13 @@ def collect() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: machine.version(name) for name in _PACKAGES}},
         "backend": _backend(),
         "gpus": [_gpu(device) for device in devices],
-        "driver_cuda": registry.driver_version(),
+        "driver_cuda": libraries.driver_version(),
         "extension": not extension_problem,
         "compiler": {
             "version": machine.version("nvidia-cutlass-dsl"),
-            "cuda_libraries": sorted(registry.runtime_libraries()),
-            "cuda": registry.toolkit(),
-            "runtime": registry.runtime_library(),
+            "cuda_libraries": sorted(libraries.runtime_libraries()),
+            "cuda": libraries.toolkit(),
+            "runtime": libraries.runtime_library(),
         },
         "cache": {**dataclasses.asdict(state), "path": None if state.path is None else str(state.path)},
         "families": {arch: _families(arch) for arch in ARCHITECTURES},
@@ -168,7 +169,7 @@ def _missing(devices: list[Any], why_none: str, state: cache.State) -> list[str]
 
 def _without_gpu(why_none: str) -> str:
     """Says why JAX has no CUDA device."""
-    driver = registry.driver_version()
+    driver = libraries.driver_version()
     has_plugin = any(machine.version(f"jax-cuda{cuda}-plugin") for cuda in (12, 13))
     if driver is None:
         is_loud = has_plugin and not os.environ.get("JAX_PLATFORMS")
@@ -186,11 +187,11 @@ def _without_gpu(why_none: str) -> str:
 
 def _old_driver() -> list[str]:
     """Says that no installed compiler library runs with this driver."""
-    libraries, driver = sorted(registry.runtime_libraries()), registry.driver_version()
-    if not libraries or registry.toolkit() is not None:
+    installed, driver = sorted(libraries.runtime_libraries()), libraries.driver_version()
+    if not installed or libraries.toolkit() is not None:
         return []
     return [
-        f"nvidia-cutlass-dsl has libraries for CUDA {libraries[0]} and the driver runs CUDA {driver}; update the "
+        f"nvidia-cutlass-dsl has libraries for CUDA {installed[0]} and the driver runs CUDA {driver}; update the "
         "driver, or run `pip install 'nvidia-cutlass-dsl>=4.8'` for CUDA 12"
     ]
 
@@ -222,8 +223,8 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
 def _compiler_line(compiler: dict[str, Any]) -> str:
     if not compiler["version"]:
         return "not installed"
-    libraries = " and ".join(map(str, compiler["cuda_libraries"])) or "none"
-    return f"nvidia-cutlass-dsl {compiler['version']} for CUDA {compiler['cuda']} (libraries for CUDA: {libraries})"
+    installed = " and ".join(map(str, compiler["cuda_libraries"])) or "none"
+    return f"nvidia-cutlass-dsl {compiler['version']} for CUDA {compiler['cuda']} (libraries for CUDA: {installed})"
 
 
 def _relative(runtime: str | None) -> str:

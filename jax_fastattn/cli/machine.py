@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jax_fastattn import ffi
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
 
 
@@ -25,7 +26,7 @@ def version(package: str) -> str | None:
 def missing_parts() -> list[str]:
     """Returns what the installation lacks to launch kernels, even if an uninstallation left parts of the compiler."""
     missing = ffi.missing_parts()
-    if registry.runtime_libraries() and version("nvidia-cutlass-dsl") is None:
+    if libraries.runtime_libraries() and version("nvidia-cutlass-dsl") is None:
         missing.append(
             "nvidia-cutlass-dsl is installed in part: libraries are there, and the package is not; run `pip install "
             "--force-reinstall 'nvidia-cutlass-dsl[cu13]>=4.8'`, or `'nvidia-cutlass-dsl>=4.8'` for CUDA 12"

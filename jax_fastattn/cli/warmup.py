@@ -26,7 +26,7 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
-from jax_fastattn.ffi import cache, registry
+from jax_fastattn.compilation import cache, libraries
 from jax_fastattn.kernels.choose import SHORT_LENGTH, SHORT_LOADING_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
@@ -162,7 +162,7 @@ def _absent(specs: list[KernelSpec]) -> list[KernelSpec]:
 
 
 def _compiler() -> str:
-    return f"nvidia-cutlass-dsl {registry.compiler_version()} for CUDA {registry.toolkit()}"
+    return f"nvidia-cutlass-dsl {libraries.compiler_version()} for CUDA {libraries.toolkit()}"
 
 
 def _prepared(

@@ -21,7 +21,8 @@ import jax
 import jaxlib.version
 from jax.interpreters import mlir
 
-from jax_fastattn.ffi import cache, registry
+from jax_fastattn.compilation import cache
+from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
 

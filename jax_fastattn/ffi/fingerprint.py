@@ -11,7 +11,8 @@ import functools
 import platform
 from pathlib import Path
 
-from jax_fastattn.ffi import cache, registry
+from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.ffi import registry
 
 
 def process_fingerprint() -> tuple[object, ...]:
@@ -20,7 +21,7 @@ def process_fingerprint() -> tuple[object, ...]:
     A process without a part takes the XLA path. Its programs must not serve a process that has the part.
     """
     missing = tuple(registry.missing_parts())
-    compiler = None if missing else (registry.compiler_version(), registry.toolkit())
+    compiler = None if missing else (libraries.compiler_version(), libraries.toolkit())
     return sources_digest(), missing, compiler, _gpu(), platform.machine()
 
 

@@ -1,19 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FFI target of this process, the libraries that it needs, and the architecture to compile for.
+"""The FFI target of this process, the parts that it needs, and the architecture to compile for.
 
-Libraries are found without being loaded; only `register` loads the C++ extension.
+Parts are found without being loaded; only `register` loads the C++ extension.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import re
 import sys
 import threading
@@ -23,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jax_fastattn.compilation import libraries
 from jax_fastattn.kernels.architectures import ARCHITECTURES, H100_MULTIPROCESSORS
 from jax_fastattn.keywords import explained
 
@@ -30,10 +29,8 @@ from jax_fastattn.keywords import explained
 TARGET_NAME = "jax_fastattn_launch"
 
 _EXTENSION = "jax_fastattn.ffi._ffi"
-_COMPILER = "nvidia_cutlass_dsl"
 # All tests ran with nvidia-cutlass-dsl from the first version to below the second one, as in pyproject.toml.
 _COMPILER_FROM, _COMPILER_BELOW = (4, 8), (4, 9)
-_DRIVER = "libcuda.so.1"
 
 
 def _capability(arch: str) -> str:
@@ -143,7 +140,7 @@ def multiprocessors() -> int:
 
 def missing_parts() -> list[str]:
     """Returns the parts that are missing to launch kernels, each with its remedy; an empty list if none are."""
-    missing = [] if _is_installed(_EXTENSION) else [_without_extension()]
+    missing = [] if libraries.is_installed(_EXTENSION) else [_without_extension()]
     if problem := _compiler_problem():
         missing.append(
             f"{problem}; run `pip install '{_requirement(13)}'`, or `pip install '{_requirement(12)}'` for CUDA 12"
@@ -153,10 +150,10 @@ def missing_parts() -> list[str]:
 
 def _compiler_problem() -> str:
     """Says what is wrong with the installed compiler; an empty string if nothing is."""
-    if not _is_installed(_COMPILER):
+    if not libraries.is_installed(libraries.COMPILER):
         return "nvidia-cutlass-dsl, which compiles and loads kernels, is not installed"
     try:
-        found = compiler_version()
+        found = libraries.compiler_version()
     except importlib.metadata.PackageNotFoundError:
         return "nvidia-cutlass-dsl is installed in part: its modules are present, but its metadata is missing"
     numbers = re.match(r"(\d+)\.(\d+)", found)
@@ -176,16 +173,6 @@ def _versions() -> str:
 def _requirement(cuda: int) -> str:
     """Returns the requirement that installs the compiler for a major CUDA version."""
     return f"nvidia-cutlass-dsl{'' if cuda == 12 else f'[cu{cuda}]'}{_versions()}"
-
-
-@functools.cache
-def compiler_version() -> str:
-    """Returns the version of nvidia-cutlass-dsl from its metadata: importing it takes seconds.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
 def _without_extension() -> str:
@@ -213,7 +200,7 @@ def _installed_elsewhere() -> Path | None:
 def compiler_reasons(arch: str | None) -> list[str]:
     """Returns why the installed compiler cannot compile for `arch`, with the remedy; an empty list if it can."""
     needed = _FIRST_CUDA.get(arch or "")
-    found = toolkit() if needed else None
+    found = libraries.toolkit() if needed else None
     if needed is None or found is None or found >= needed:
         return []
     return [
@@ -238,50 +225,9 @@ def register() -> None:
 
 @functools.cache
 def _register_once() -> None:
-    if not _is_installed(_EXTENSION):
+    if not libraries.is_installed(_EXTENSION):
         raise ImportError(_without_extension())
     extension = importlib.import_module(_EXTENSION)
-    extension.set_library_paths(runtime=runtime_library() or "", driver=_DRIVER)
+    extension.set_library_paths(runtime=libraries.runtime_library() or "", driver=libraries.DRIVER)
     stages = {"initialize": extension.initialize, "execute": extension.launch}
     jax.ffi.register_ffi_target(TARGET_NAME, stages, platform="CUDA")
-
-
-def runtime_library() -> str | None:
-    """Returns the path of the CuTe DSL runtime for `toolkit`; None if there is none."""
-    found = toolkit()
-    return None if found is None else str(runtime_libraries()[found])
-
-
-def toolkit() -> int | None:
-    """Returns the CUDA version of the CuTe DSL libraries that this process compiles and launches with, such as 13.
-
-    Returns:
-        The newest installed one that the driver can run, or the newest one without a driver; None if there is none.
-        The compiler picks its libraries by the same rule, when it is imported.
-    """
-    driver = driver_version()
-    return max((version for version in runtime_libraries() if driver is None or version <= driver), default=None)
-
-
-def runtime_libraries() -> dict[int, Path]:
-    """Returns the installed CuTe DSL runtimes by the CUDA version that they are for; empty without the compiler."""
-    spec = importlib.util.find_spec(_COMPILER) if _is_installed(_COMPILER) else None
-    roots = [Path(root) for root in (spec.submodule_search_locations if spec else None) or ()]
-    found = [path for root in reversed(roots) for path in root.glob("cu[0-9]*/lib/libcute_dsl_runtime.so")]
-    return {int(path.parents[1].name.removeprefix("cu")): path for path in found}
-
-
-@functools.cache
-def driver_version() -> int | None:
-    """Returns the major CUDA version of the driver, without initializing it; None if there is no driver."""
-    version = ctypes.c_int(0)
-    try:
-        error = ctypes.CDLL(_DRIVER).cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if error else version.value // 1000
-
-
-@functools.cache
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

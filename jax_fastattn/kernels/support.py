@@ -10,7 +10,8 @@ from typing import Literal
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
 from jax_fastattn.kernels.choose import forward_spec, is_listed, kernel_spec
 from jax_fastattn.kernels.tiles.lists import MAX_TILES
-from jax_fastattn.spec import UNBOUNDED, Problem, is_known
+from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256

@@ -21,8 +21,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn.heads import reduce_to, rows_of, split_heads
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.packed import by_token, key_range
-from jax_fastattn.spec import HIDDEN_BIAS, UNBOUNDED, AttentionSpec, Operands, is_known
+from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, is_known
 from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning
 from jax_fastattn.xla.predicate import Predicate

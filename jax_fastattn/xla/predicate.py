@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.heads import split_heads
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Span
 

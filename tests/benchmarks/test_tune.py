@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.ffi import cache
+from jax_fastattn.compilation import cache
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.forward.config import ForwardConfig as PortableForwardConfig

@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 
-from jax_fastattn.ffi import cache, call, registry
+from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.ffi import call
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
@@ -386,7 +387,7 @@ def test_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiler_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
 
 
 CHANGES = {
@@ -434,16 +435,16 @@ def test_the_key_is_the_same_every_time(compiler_version: None) -> None:
 
 
 def test_compiler_version_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
     old = cache.kernel_key(SPEC)
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.9.0")
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.9.0")
     assert cache.kernel_key(SPEC) != old
 
 
 def test_cuda_libraries_of_the_compiler_are_in_the_key(compiler_version: None, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
     for version in (12, 13):
-        monkeypatch.setattr(registry, "toolkit", lambda version=version: version)
+        monkeypatch.setattr(libraries, "toolkit", lambda version=version: version)
         keys.add(cache.kernel_key(SPEC))
     assert len(keys) == 2
 
@@ -497,15 +498,15 @@ def test_a_kernel_of_another_tiling_is_not_taken(
 
 def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        "ffi/cache.py",
-        "ffi/compiler.py",
-        "spec.py",
+        "compilation/cache.py",
+        "compilation/compiler.py",
+        "limits.py",
         "kernels/sm80/forward/kernel.py",
         "kernels/device/mma.py",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a = 1\n")
-    monkeypatch.setattr(cache, "__file__", str(tmp_path / "ffi/cache.py"))
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "compilation/cache.py"))
 
     def key() -> str:
         cache.sources_digest.cache_clear()
@@ -517,12 +518,12 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
     keys.append(key())
     (tmp_path / "kernels/device/mma.py").rename(tmp_path / "kernels/device/other.py")
     keys.append(key())
-    (tmp_path / "ffi/compiler.py").write_text("a = 3\n")
+    (tmp_path / "compilation/compiler.py").write_text("a = 3\n")
     keys.append(key())
-    (tmp_path / "spec.py").write_text("UNBOUNDED = 2\n")
+    (tmp_path / "limits.py").write_text("UNBOUNDED = 2\n")
     keys.append(key())
     assert len(set(keys)) == 5
-    (tmp_path / "ffi/cache.py").write_text("a = 4\n")
+    (tmp_path / "compilation/cache.py").write_text("a = 4\n")
     assert key() == keys[-1], "no part of an object"
     cache.sources_digest.cache_clear()
 
@@ -542,7 +543,7 @@ def test_objects_of_before_are_not_taken(
 def test_sources_of_the_installed_package_are_found() -> None:
     root = Path(cache.__file__).parents[1]
     assert (root / "kernels" / "key.py").is_file()
-    assert (root / "ffi" / "compiler.py").is_file()
+    assert (root / "compilation" / "compiler.py").is_file()
 
 
 def test_state_counts_entries_that_can_be_used(directory: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from resources import KernelResources, inspect_kernel, kernel_resources
 
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.choose import configured
@@ -37,7 +38,7 @@ BACKWARD = configured(dataclasses.replace(FORWARD, op="backward"))
 
 @pytest.fixture(scope="module")
 def compiler() -> Any:
-    from jax_fastattn.ffi import compiler
+    from jax_fastattn.compilation import compiler
 
     return compiler
 
@@ -80,7 +81,7 @@ def test_threads_compile_side_by_side(compiler: Any) -> None:
 def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
     """Else JAX's compilation cache would miss after a rebuild."""
     code = (
-        "import hashlib, pickle, sys; from jax_fastattn.ffi import compiler; "
+        "import hashlib, pickle, sys; from jax_fastattn.compilation import compiler; "
         "print(hashlib.sha256(compiler.compile_kernel(pickle.load(sys.stdin.buffer))).hexdigest())"
     )
     root = str(Path(__file__).parents[2])
@@ -91,7 +92,7 @@ def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
 
 
 def test_compiler_with_other_libraries_than_the_key_says(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "toolkit", lambda: 11)
+    monkeypatch.setattr(libraries, "toolkit", lambda: 11)
     with pytest.raises(RuntimeError, match=r"libraries for CUDA 1[23], but .* those of CUDA 11; install its libraries"):
         compiler.compile_kernel(FORWARD)
 

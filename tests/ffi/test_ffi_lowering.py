@@ -21,8 +21,9 @@ from stand_in import FLOATS, INTS, SPEC
 
 import jax_fastattn
 from jax_fastattn import ffi
-from jax_fastattn.ffi import cache, call, registry
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.ffi import call, registry
+from jax_fastattn.limits import UNBOUNDED
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +45,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.undo()
     monkeypatch.setattr(call, "_kernels", {})
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
-    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
-    monkeypatch.setitem(sys.modules, "jax_fastattn.ffi.compiler", Compiler)
-    monkeypatch.setattr("jax_fastattn.ffi.compiler", Compiler, raising=False)
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+    monkeypatch.setitem(sys.modules, "jax_fastattn.compilation.compiler", Compiler)
+    monkeypatch.setattr("jax_fastattn.compilation.compiler", Compiler, raising=False)
     return specs
 
 
@@ -168,7 +169,7 @@ def test_a_failed_compilation_is_not_remembered(compiled: list[Any], tmp_path: P
         raise RuntimeError("ptxas")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jax_fastattn.ffi.compiler.compile_kernel", fail)
+        patch.setattr("jax_fastattn.compilation.compiler.compile_kernel", fail)
         before = ffi.compile_count()
         with pytest.raises(RuntimeError, match="ptxas"):
             lower(lambda *xs: stand_in.launch(*xs), *stand_in.operands())

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import pytest
 import stand_in
 from jax_fastattn import ffi
+from jax_fastattn.compilation import libraries
 
 def use(library):
     library = stand_in.install(Path(library))
@@ -66,7 +67,7 @@ def test_import_loads_neither_the_compiler_nor_the_extension(tmp_path: Path) -> 
         import sys
         import jax_fastattn
         loaded = [name for name in sys.modules if name.split(".")[0] in ("cutlass", "cuda", "torch", "flax")]
-        print(loaded, "jax_fastattn.ffi._ffi" in sys.modules, "jax_fastattn.ffi.compiler" in sys.modules)
+        print(loaded, "jax_fastattn.ffi._ffi" in sys.modules, "jax_fastattn.compilation.compiler" in sys.modules)
     """
     assert python(code, directory=tmp_path, preamble="") == "[] False False"
 
@@ -171,7 +172,7 @@ def test_missing_library(tmp_path: Path, library: Path, runtime: str, driver: st
 @needs_compiler
 def test_the_real_runtime_refuses_without_crashing(tmp_path: Path, library: Path) -> None:
     """A section table past the end of the object, and an object without our function."""
-    real = _paths("ffi.registry.runtime_library()", "sys.argv[1]")
+    real = _paths("libraries.runtime_library()", "sys.argv[1]")
     given = real + "stand_in.stand_in_compiler(patch, Path(sys.argv[2]).read_bytes())\n"
     damaged, foreign = tmp_path / "damaged.o", tmp_path / "foreign.o"
     damaged.write_bytes(stand_in.elf_object(section_table=1 << 20))

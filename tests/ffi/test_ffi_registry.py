@@ -16,6 +16,7 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
+from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.ops import dispatch
@@ -69,8 +70,8 @@ def test_a_gpu_that_no_kernel_is_for_takes_the_xla_path(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, capability: str, reasons: list[str]
 ) -> None:
     """It failed while it was lowered, since nothing spoke against the kernels."""
-    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
     devices.append(Device(id=0, compute_capability=capability))
     found = [reason.text for reason in dispatch.cuda_reasons(Case(dtype="bfloat16").problem())]
     assert [reason[: len(start)] for reason, start in zip(found, reasons, strict=True)] == reasons
@@ -81,9 +82,9 @@ def test_a_compiler_that_writes_code_for_the_old_name_is_a_reason(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, cuda: int | None, refused: set[str]
 ) -> None:
     """That of CUDA 12 compiles for sm_101a when asked for sm_110a, and the program would fail where it is loaded."""
-    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
-    monkeypatch.setattr(registry, "compiler_version", lambda: "4.8.1")
-    monkeypatch.setattr(registry, "toolkit", lambda: cuda)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+    monkeypatch.setattr(libraries, "compiler_version", lambda: "4.8.1")
+    monkeypatch.setattr(libraries, "toolkit", lambda: cuda)
     found = {arch: ffi.compiler_reasons(arch) for arch in ARCHITECTURES}
     assert {arch for arch, reasons in found.items() if reasons} == refused
     assert ffi.compiler_reasons(None) == []
@@ -188,12 +189,12 @@ def test_toolkit_is_the_newest_that_the_driver_runs(
     for path in paths.values():
         path.parent.mkdir(parents=True)
         path.touch()
-    monkeypatch.setattr(registry, "_is_installed", lambda module: module == "nvidia_cutlass_dsl")
-    monkeypatch.setattr(registry, "driver_version", lambda: driver)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: module == "nvidia_cutlass_dsl")
+    monkeypatch.setattr(libraries, "driver_version", lambda: driver)
     spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda module: spec)
-    assert registry.toolkit() == expected
-    assert registry.runtime_library() == (None if expected is None else str(paths[expected]))
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda module: spec)
+    assert libraries.toolkit() == expected
+    assert libraries.runtime_library() == (None if expected is None else str(paths[expected]))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,8 @@ def test_kernels_take_tested_versions_of_the_compiler_alone(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, version: str, is_taken: bool
 ) -> None:
     """Another minor version may compile a kernel to something else, and nothing would say so."""
-    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
-    monkeypatch.setattr(registry, "compiler_version", lambda: version)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+    monkeypatch.setattr(libraries, "compiler_version", lambda: version)
     with ffi.target_arch("sm_80"):
         reasons = [reason.text for reason in dispatch.cuda_reasons(Case(dtype="bfloat16").problem())]
     expected = (
@@ -222,8 +223,8 @@ def test_a_compiler_without_metadata_is_a_reason(monkeypatch: pytest.MonkeyPatch
     def version() -> str:
         raise importlib.metadata.PackageNotFoundError("nvidia-cutlass-dsl")
 
-    monkeypatch.setattr(registry, "_is_installed", lambda module: True)
-    monkeypatch.setattr(registry, "compiler_version", version)
+    monkeypatch.setattr(libraries, "is_installed", lambda module: True)
+    monkeypatch.setattr(libraries, "compiler_version", version)
     (reason,) = ffi.missing_parts()
     assert reason.startswith(
         "nvidia-cutlass-dsl is installed in part: its modules are present, but its metadata is missing;"
@@ -231,7 +232,7 @@ def test_a_compiler_without_metadata_is_a_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_runtime_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_is_installed", lambda module: False)
-    assert registry.runtime_library() is None
+    monkeypatch.setattr(libraries, "is_installed", lambda module: False)
+    assert libraries.runtime_library() is None
     assert len(ffi.missing_parts()) == 2
     assert all("pip install" in reason for reason in ffi.missing_parts())

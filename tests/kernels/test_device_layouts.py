@@ -177,7 +177,7 @@ def test_ptxas_checks_what_is_emulated(monkeypatch):
     import emulated_launch
     from cutlass.base_dsl.compiler import CompilerDiagnosticError
 
-    from jax_fastattn.ffi.compiler import KERNELS, _open_runtime
+    from jax_fastattn.compilation.compiler import KERNELS, _open_runtime
     from jax_fastattn.kernels.device import ptx
 
     emit = ptx._asm

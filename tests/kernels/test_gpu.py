@@ -24,7 +24,7 @@ from jax_fastattn import ffi
 from jax_fastattn.cases import models
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
-from jax_fastattn.ffi import cache
+from jax_fastattn.compilation import cache
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles import lists as tile_lists

@@ -18,7 +18,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import kept
 import kept_kernels
 
-from jax_fastattn.ffi import cache
+from jax_fastattn.compilation import cache
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.key import KernelSpec
@@ -62,10 +62,10 @@ def test_a_change_of_any_source_of_kernels_compiles_again(
     shutil.copytree(Path(cache.__file__).parents[1], copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     assert is_compiled()
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "__file__", str(copy / "ffi" / "cache.py"))
+        patch.setattr(cache, "__file__", str(copy / "compilation" / "cache.py"))
         cache.sources_digest.cache_clear()
         assert not is_compiled(), "another clone has the same sources"
-        for name in ("kernels/device/mma.py", "kernels/sm80/forward/kernel.py", "ffi/compiler.py", "spec.py"):
+        for name in ("kernels/device/mma.py", "kernels/sm80/forward/kernel.py", "compilation/compiler.py", "limits.py"):
             (copy / name).write_text((copy / name).read_text() + "\n")
             cache.sources_digest.cache_clear()
             assert is_compiled(), name

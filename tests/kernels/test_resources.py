@@ -228,7 +228,7 @@ def test_every_portable_tiling_is_compiled() -> None:
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_sm_89_has_the_machine_code_of_sm_86(op: str) -> None:
     """The same bytes, so that rows of sm_86 count for sm_89 too."""
-    from jax_fastattn.ffi.compiler import compile_kernel
+    from jax_fastattn.compilation.compiler import compile_kernel
 
     texts = []
     for arch in ("sm_86", "sm_89"):

@@ -18,7 +18,7 @@ import hopper_emulator
 import numpy as np
 from emulated_backward import Sizes, draw_operands, stored_queries, visibility
 
-from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.compilation.compiler import _open_runtime
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec

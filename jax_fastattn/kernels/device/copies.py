@@ -18,7 +18,7 @@ from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles import plan
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 
 def with_device_min_max(module: ModuleType) -> dict[str, Any]:

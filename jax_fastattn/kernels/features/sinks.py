@@ -18,7 +18,7 @@ from jax_fastattn.kernels.device.sequences import Span
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Head
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 # This is the maximum of a row that has seen no key.
 _NEVER = float("-inf")

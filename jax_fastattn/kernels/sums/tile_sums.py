@@ -27,7 +27,7 @@ from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sums.schedule import DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
 from jax_fastattn.kernels.tiles.plan import Limits
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 
 class Lane(NamedTuple):

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.kernels.tiles.lists import RECORD_WORDS, PrepassConfig, Sizes
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands
+from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import AttentionSpec, Operands
 
 # Visited rows that a mask hides have this id; the ids of other rows are at least 0 then.
 _NO_ID = -1

@@ -16,7 +16,8 @@ from jax_fastattn._compat import Primitive
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import UNBOUNDED, Problem
+from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import Problem
 
 launch_p = Primitive("jax_fastattn_launch")
 launch_p.multiple_results = True

@@ -20,9 +20,10 @@ from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.choose import is_one_row, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
 from jax_fastattn.ops.cuda.launch import launch
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Problem
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 # Lists stand for these operands.
 PREDICATE = (

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.ring.layout import chunk_starts
 from jax_fastattn.ops.ring.plan import Block, is_placed
-from jax_fastattn.spec import UNBOUNDED, AttentionSpec, Operands, Ring
+from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 
 class BlockPlace(NamedTuple):

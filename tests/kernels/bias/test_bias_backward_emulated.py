@@ -18,7 +18,7 @@ from emulated_backward import Sizes, draw_operands
 from test_masks_backward_emulated import FUSED, SPLIT
 from test_sm90_emulated import ALL, CAUSAL
 
-from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.compilation.compiler import _open_runtime
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.launch import Launch

@@ -19,7 +19,7 @@ import emulated_forward
 import emulated_launch
 from emulated_backward import Sizes
 
-from jax_fastattn.ffi.compiler import KERNELS, _open_runtime
+from jax_fastattn.compilation.compiler import KERNELS, _open_runtime
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing, WarpPiece

@@ -20,7 +20,7 @@ from cutlass.base_dsl.compiler import CompilerDiagnosticError
 from emulated_backward import Sizes, bias_scalars
 from ptx_emulator import Memory
 
-from jax_fastattn.ffi.compiler import fake_arguments
+from jax_fastattn.compilation.compiler import fake_arguments
 from jax_fastattn.kernels.arguments.present import launch_buffers, named_buffers
 from jax_fastattn.kernels.arguments.scalars import VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.device.launch import Launch

@@ -15,7 +15,7 @@ from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, Scalars
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 SCALE = 0.3
 

@@ -18,7 +18,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.kernel import PrepassKernel
 from jax_fastattn.kernels.tiles import lists as tile_lists
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 
 @dataclass(frozen=True)

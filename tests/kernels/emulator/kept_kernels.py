@@ -3,8 +3,8 @@
 """What CuTe DSL compiles in tests, kept between runs by the key and the files of the package's own cache.
 
 That key holds the compile key, a digest of the sources and the version of the compiler. A damaged entry counts as
-absent, see `jax_fastattn/ffi/cache.py`. Nothing is kept of code that no file of the package has: a patched module, or a
-feature that a test defines.
+absent, see `jax_fastattn/compilation/cache.py`. Nothing is kept of code that no file of the package has: a patched
+module, or a feature that a test defines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import kept
 
 import jax_fastattn
 from jax_fastattn import kernels
-from jax_fastattn.ffi import cache
+from jax_fastattn.compilation import cache
 from jax_fastattn.kernels.key import KernelSpec
 
 
@@ -90,7 +90,7 @@ def _are_patched() -> bool:
 _MODULES = [
     importlib.import_module(name)
     for name in (
-        "jax_fastattn.ffi.compiler",
+        "jax_fastattn.compilation.compiler",
         "jax_fastattn.spec",
         *(x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")),
     )

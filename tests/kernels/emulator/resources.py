@@ -49,7 +49,7 @@ class KernelResources:
 
 def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
     """Compiles the kernel of `spec` and returns what each kernel that it launches costs."""
-    from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
+    from jax_fastattn.compilation import compiler  # loads the compiler, which takes seconds
 
     return kernel_resources(*compiler.compile_launches(spec))
 
@@ -58,7 +58,7 @@ def kept_resources(spec: KernelSpec) -> tuple[KernelResources, ...]:
     """Returns the same as `inspect_kernel`, of an object that an earlier run of the tests may have compiled."""
     import kept_kernels
 
-    from jax_fastattn.ffi import compiler
+    from jax_fastattn.compilation import compiler
 
     def compiled() -> bytes:
         kernel, shared_bytes = compiler.compile_launches(spec)

@@ -12,7 +12,7 @@ import emulated_masks_backward
 from emulated_masks_backward import Case
 from emulated_prepass import Predicate
 
-from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.compilation.compiler import _open_runtime
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.visit import Edges
-from jax_fastattn.spec import UNBOUNDED
+from jax_fastattn.limits import UNBOUNDED
 
 
 class Lane(NamedTuple):

@@ -24,14 +24,14 @@ import os
 import platform
 import re
 import stat
-import tempfile
 import time
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax_fastattn.ffi import registry
+from jax_fastattn.compilation import files, libraries
+from jax_fastattn.compilation.settings import cache_directory as directory
 from jax_fastattn.kernels.key import KernelSpec
 
 # It changes when the layout of a file does.
@@ -43,7 +43,6 @@ _MAX_SIZE = 1 << 28
 
 _DAY = 24 * 3600
 _UNUSED_SECONDS = 90 * _DAY
-_TEMPORARY_PREFIX = ".writing-"
 
 _ENTRY = re.compile("[0-9a-f]{64}")
 
@@ -57,40 +56,22 @@ _UNTRUSTED_REMEDY = (
 _unreadable: set[Path] = set()
 
 
-def directory() -> Path | None:
-    """Finds the directory of compiled kernels.
-
-    Returns:
-        `$JAX_FASTATTN_CACHE_DIR`, else `jax_fastattn` in the user's cache directory; None if the user has no home
-        directory and the environment names no other place.
-    """
-    override = os.environ.get("JAX_FASTATTN_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if override:
-            return Path(override).expanduser()
-        # The XDG specification says to ignore a relative path.
-        return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "jax_fastattn"
-    except RuntimeError:  # there is neither HOME nor an entry in the password database
-        return None
-
-
 def kernel_key(spec: KernelSpec) -> str:
     """Returns the name of the kernel that `spec` compiles to in this process: 64 hexadecimal digits.
 
     Raises:
         ImportError: nvidia-cutlass-dsl is not installed.
     """
-    compiler = f"{registry.compiler_version()} for CUDA {registry.toolkit()}"
+    compiler = f"{libraries.compiler_version()} for CUDA {libraries.toolkit()}"
     parts = (_FORMAT, repr(spec), compiler, sources_digest(), platform.machine())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of the sources that an object is compiled from; kernels take a constant from `spec.py`."""
+    """Returns a digest of the sources that an object is compiled from; kernels take a constant from `limits.py`."""
     package = Path(__file__).parents[1]
-    others = [package / "ffi" / "compiler.py", package / "spec.py"]
+    others = [package / "compilation" / "compiler.py", package / "limits.py"]
     return files_digest(package, sorted((package / "kernels").rglob("*.py")) + others)
 
 
@@ -124,10 +105,6 @@ class State:
     remedy: str = ""
 
 
-class _UntrustedError(Exception):
-    """Signals that another user may write a file or directory of the cache; the message says why."""
-
-
 def load(key: str) -> bytes | None:
     """Returns the object kept under `key`, or None if there is none or it is damaged.
 
@@ -138,7 +115,7 @@ def load(key: str) -> bytes | None:
         return None
     try:
         content = _read(target, key)
-    except _UntrustedError as error:
+    except files.UntrustedError as error:
         _warn_untrusted(target, str(error))
         return None
     except PermissionError:
@@ -156,23 +133,11 @@ def store(key: str, kernel: bytes) -> None:
     if target is None:
         _warn_unwritable("anywhere, since the user's home directory is unknown")
         return
-    temporary: Path | None = None
     try:
-        _create(target)
-        with _opened(target, stat.S_IFDIR):
-            pass
-        descriptor, name = tempfile.mkstemp(dir=target, prefix=_TEMPORARY_PREFIX)
-        temporary = Path(name)
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # regardless of the umask
-            file.write(_digest(key, kernel) + kernel)
-        temporary.replace(target / key)
-    except _UntrustedError as error:
+        files.write(target, key, _digest(key, kernel) + kernel)
+    except files.UntrustedError as error:
         _warn_untrusted(target, str(error))
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):  # an error may have made the file system read-only
-                temporary.unlink()
         if target not in _unreadable or not isinstance(error, PermissionError):
             _warn_unwritable(f"to {target} ({error.strerror or error})")
     else:
@@ -185,14 +150,14 @@ def state() -> State:
     if target is None:
         return State(None, problem="the user's home directory is unknown", remedy=_OWN_DIRECTORY)
     try:
-        with _opened(target, stat.S_IFDIR) as descriptor:
+        with files.opened(target, stat.S_IFDIR) as descriptor:
             return _listed(target, descriptor)
     except FileNotFoundError:
         above = next(path for path in target.absolute().parents if path.exists())
         if os.access(above, os.W_OK | os.X_OK, effective_ids=True):
             return State(target, is_writable=True)
         return State(target, problem=f"this user cannot create it in {above}", remedy=_OWN_DIRECTORY)
-    except _UntrustedError as error:
+    except files.UntrustedError as error:
         return State(target, exists=True, problem=f"it will not be used, since {error}", remedy=_UNTRUSTED_REMEDY)
     except PermissionError:
         closed, remedy = _closed(target, ""), _unreadable_remedy(target, "")
@@ -215,13 +180,13 @@ def clear() -> tuple[int, int]:
     if target is None:
         return 0, 0
     try:
-        with _opened(target, stat.S_IFDIR) as parent, os.scandir(parent) as found:
+        with files.opened(target, stat.S_IFDIR) as parent, os.scandir(parent) as found:
             for file in found:
                 with contextlib.suppress(FileNotFoundError):  # another process deletes too
                     sizes += _deleted(file, parent)
     except FileNotFoundError:
         return 0, 0
-    except _UntrustedError as error:
+    except files.UntrustedError as error:
         raise PermissionError(errno.EPERM, f"{error}, so nothing was deleted") from error
     return len(sizes), sum(sizes)
 
@@ -229,7 +194,7 @@ def clear() -> tuple[int, int]:
 def _deleted(file: os.DirEntry[str], parent: int) -> list[int]:
     """Deletes a file of the directory if the cache made it and no writer needs it; returns its bytes."""
     status = file.stat(follow_symlinks=False)
-    is_old = file.name.startswith(_TEMPORARY_PREFIX) and time.time() - status.st_mtime > _DAY
+    is_old = file.name.startswith(files.TEMPORARY_PREFIX) and time.time() - status.st_mtime > _DAY
     if stat.S_ISDIR(status.st_mode) or not (is_old or _ENTRY.fullmatch(file.name)):
         return []
     os.unlink(file.name, dir_fd=parent)
@@ -244,9 +209,9 @@ def _listed(target: Path, parent: int) -> State:
         names = [file.name for file in found if _ENTRY.fullmatch(file.name)]
     for name in names:
         try:
-            with _opened(name, stat.S_IFREG, parent) as descriptor:
+            with files.opened(name, stat.S_IFREG, parent) as descriptor:
                 sizes.append(os.fstat(descriptor).st_size)
-        except _UntrustedError as error:
+        except files.UntrustedError as error:
             problems.append((str(error), _UNTRUSTED_REMEDY))
         except PermissionError:
             problems.append(("this user cannot read them", _unreadable_remedy(target, name)))
@@ -269,11 +234,11 @@ def _digest(key: str, kernel: bytes) -> bytes:
 
 
 def _read(target: Path, key: str) -> bytes:
-    """Returns the bytes of an entry; raises OSError or _UntrustedError."""
-    with _opened(target, stat.S_IFDIR) as parent, _opened(key, stat.S_IFREG, parent) as descriptor:
+    """Returns the bytes of an entry; raises OSError or files.UntrustedError."""
+    with files.opened(target, stat.S_IFDIR) as parent, files.opened(key, stat.S_IFREG, parent) as descriptor:
         status = os.fstat(descriptor)
         if status.st_size > _MAX_SIZE:
-            raise _UntrustedError("an entry is larger than any kernel")
+            raise files.UntrustedError("an entry is larger than any kernel")
         if time.time() - status.st_mtime > _DAY:  # `_prune` reads this as the time of the last use
             with contextlib.suppress(OSError):  # root owns the files of a cache that an administrator shares
                 os.utime(descriptor)
@@ -281,48 +246,11 @@ def _read(target: Path, key: str) -> bytes:
             return file.read(status.st_size)
 
 
-@contextlib.contextmanager
-def _opened(path: Path | str, kind: int, parent: int | None = None) -> Generator[int, None, None]:
-    """Opens the cache's directory, or an entry in `parent`; raises _UntrustedError if another user can write it.
-
-    The checks apply to the file that was opened: no link is followed, and no name is looked up twice.
-    """
-    name = "it" if parent is None else "an entry"
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # else a FIFO would wait for a writer
-    try:
-        descriptor = os.open(path, flags, dir_fd=parent)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _UntrustedError(f"{name} is a link") from error
-        if error.errno == errno.ENXIO:
-            raise _UntrustedError(f"{name} is a socket") from error
-        raise
-    try:
-        status = os.fstat(descriptor)
-        if stat.S_IFMT(status.st_mode) != kind:
-            raise _UntrustedError(f"{name} is not a {'directory' if kind == stat.S_IFDIR else 'regular file'}")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise _UntrustedError(f"{name} belongs to user {status.st_uid}, neither this user nor root")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise _UntrustedError(f"{name} can be written by its group or by others")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _create(target: Path) -> None:
-    """Creates the directory and its parents, for the user alone, regardless of the umask."""
-    for path in reversed([path for path in (target, *target.parents) if not path.exists()]):
-        with contextlib.suppress(FileExistsError):  # another process may create it meanwhile
-            path.mkdir(mode=0o700)
-            path.chmod(0o700)
-
-
 def _prune(target: Path) -> None:
     """Deletes entries that were not read for 90 days, and files of writers that were killed more than a day ago."""
     with contextlib.suppress(OSError), os.scandir(target) as found:
         for file in found:
-            is_temporary, is_entry = file.name.startswith(_TEMPORARY_PREFIX), _ENTRY.fullmatch(file.name)
+            is_temporary, is_entry = file.name.startswith(files.TEMPORARY_PREFIX), _ENTRY.fullmatch(file.name)
             limit = _DAY if is_temporary else _UNUSED_SECONDS
             if is_temporary or is_entry:
                 with contextlib.suppress(OSError):  # another process deletes too

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from jax_fastattn.ffi import registry
+from jax_fastattn.compilation import libraries
 from jax_fastattn.kernels.arguments.prepass import PrepassScalars
 from jax_fastattn.kernels.arguments.present import absent_scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.arguments.scalars import SCALAR_DTYPES, Scalars
@@ -85,10 +85,10 @@ def compile_launches(spec: KernelSpec) -> tuple[bytes, dict[str, int]]:
 
 def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> bytes:
     imported: int = cutlass.CUDA_VERSION.major  # pyright: ignore[reportPrivateImportUsage] (in no `__all__`)
-    if imported != registry.toolkit():
+    if imported != libraries.toolkit():
         raise RuntimeError(
             f"nvidia-cutlass-dsl was imported with its libraries for CUDA {imported}, but compiled kernels are kept as "
-            f"those of CUDA {registry.toolkit()}; install its libraries for one CUDA version only"
+            f"those of CUDA {libraries.toolkit()}; install its libraries for one CUDA version only"
         )
     with _lock:
         _open_runtime()
