@@ -320,7 +320,7 @@ def prepare(names: list[str], processes: int) -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     keys: dict[Any, None] = {}
 
-    def note(spec: Any) -> Any:
+    def note(spec: Any, _: Any) -> Any:
         keys.setdefault(spec)
         return call._Kernel("", "", "", 0)
 

@@ -25,6 +25,9 @@ os.environ.setdefault(
 # emulated forward passes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# No test starts a process that compiles kernels unless it says so: it would compile what others count.
+os.environ.setdefault("JAX_FASTATTN_WORKERS", "0")
+
 import jax
 import kept
 import pytest

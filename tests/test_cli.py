@@ -14,8 +14,6 @@ import shlex
 import subprocess
 import sys
 import types
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import bench, info, machine, shapes, warmup
 from jax_fastattn.cli.main import build_parser, main
-from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.compilation import cache, failures, libraries, workers
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.choose import prepass_configs
@@ -260,20 +258,29 @@ def test_a_kernel_that_fails_stops_no_other(
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("found", "text"),
     [
-        (BrokenProcessPool(), "failed: its process ended early, perhaps out of memory; pass a smaller --processes"),
-        (ValueError("no"), "failed: ValueError: no"),
-        (None, "failed: it could not be written to the cache"),
+        ({"problem": "ValueError: no"}, "failed: ValueError: no"),
+        ({"problem": "it could not be written to the cache"}, "failed: it could not be written to the cache"),
+        ({"seconds": 1.26}, "compiled in 1.3 s"),
     ],
 )
-def test_what_became_of_a_kernel(error: Exception | None, text: str) -> None:
-    future: Future[float | None] = Future()
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-    assert warmup._outcome(future) == text
+def test_what_became_of_a_kernel(found: dict[str, Any], text: str) -> None:
+    assert warmup.outcome(found) == text
+
+
+def test_a_process_that_ends_early_fails_its_kernel_alone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its place is taken by another one, which ends as well here."""
+    monkeypatch.setattr(workers, "command", lambda niceness: ["sh", "-c", "kill -9 $$"])
+    assert main(["warmup", *SHAPE, "--arch", "sm_80", "--length", "64", "--processes", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "0 compiled, 0 in the cache before, 2 failed" in printed.out
+    ended = (
+        "failed: its process ended by SIGKILL, perhaps out of memory; if memory is short, pass a smaller --processes"
+    )
+    assert printed.err.count(ended) == 2
 
 
 def test_warmup_compiles_nothing_that_it_cannot_keep(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,6 +336,23 @@ def test_info_in_a_process_of_its_own(directory: Path) -> None:
     assert (found["cache"]["path"], found["cache"]["entries"]) == (str(directory), 1)
     assert found["families"]["sm_90a"] == "sm90 forward, sm90 backward"
     assert "calls" not in found
+    assert (found["workers"]["off"], found["workers"]["failure"]) == (True, "")
+
+
+def test_info_says_how_many_workers_there_are_and_what_failed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing else does. A worker that succeeds, or `cache clear`, deletes the note."""
+    monkeypatch.setattr(workers, "most", lambda: 3)
+    assert main(["info"]) == 0
+    assert re.search(r"^workers +off, by JAX_FASTATTN_WORKERS$", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.setenv("JAX_FASTATTN_WORKERS", "1")
+    failures.note("its process ended by SIGKILL")
+    assert main(["info"]) == 0
+    line = r"^workers +up to 3 compile kernels in the background; the last one failed: its process ended by SIGKILL$"
+    assert re.search(line, capsys.readouterr().out, re.MULTILINE)
+    assert main(["cache", "clear"]) == 0
+    assert failures.noted() == ""
 
 
 def test_info_without_compiler_and_extension(directory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_fastattn.cli.errors import CommandError
 from jax_fastattn.cli.text import file_size
-from jax_fastattn.compilation import cache
+from jax_fastattn.compilation import cache, failures
 
 
 def add_parser(commands: Any) -> None:
@@ -32,6 +32,7 @@ def clear(options: argparse.Namespace) -> int:
         raise CommandError(f"there is no cache: {cache.state().problem}. {cache.state().remedy}")
     try:
         count, size = cache.clear()
+        failures.forget()
     except OSError as error:
         remedy = cache.state().remedy or "Run this as the owner of that directory."
         raise CommandError(f"cannot clear {path}: {error.strerror or error}. {remedy}") from error

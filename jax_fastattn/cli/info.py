@@ -23,7 +23,7 @@ from jax_fastattn.cases.models import MODELS
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import UsageError
 from jax_fastattn.cli.text import columns, file_size
-from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.compilation import cache, failures, libraries, settings, workers
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import describe_kernels
@@ -105,6 +105,7 @@ def collect() -> dict[str, Any]:
             "runtime": libraries.runtime_library(),
         },
         "cache": {**dataclasses.asdict(state), "path": None if state.path is None else str(state.path)},
+        "workers": {"most": workers.most(), "off": not settings.has_workers(), "failure": failures.noted()},
         "families": {arch: _families(arch) for arch in ARCHITECTURES},
         "missing": list(dict.fromkeys(filter(None, [extension_problem, *_missing(devices, why_none, state)]))),
     }
@@ -208,6 +209,7 @@ def _page(found: dict[str, Any]) -> str:
         ("compiler", _compiler_line(compiler)),
         ("runtime", _relative(compiler["runtime"])),
         ("cache", _cache_line(state)),
+        ("workers", _workers_line(found["workers"])),
     ]
     rows += [(f"served by {families}", ", ".join(archs)) for families, archs in _by_family(found).items()]
     parts = [columns(rows), _list("missing", found["missing"]) if found["missing"] else "missing: nothing"]
@@ -244,6 +246,13 @@ def _cache_line(state: dict[str, Any]) -> str:
         return f"{state['path']}, does not exist yet"
     access = "readable and writable" if state["is_writable"] else "readable, not writable by this user"
     return f"{state['path']}, {state['entries']} kernels, {file_size(state['size'])}, {access}"
+
+
+def _workers_line(found: dict[str, Any]) -> str:
+    if found["off"]:
+        return "off, by JAX_FASTATTN_WORKERS"
+    failure = f"; the last one failed: {found['failure']}" if found["failure"] else ""
+    return f"up to {max(found['most'], 0)} compile kernels in the background{failure}"
 
 
 def _by_family(found: dict[str, Any]) -> dict[str, list[str]]:

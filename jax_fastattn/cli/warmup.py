@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`warmup`: compiles the kernels of calls into the cache directory, on any machine.
 
-The keys are the same as in a call: `choose.kernel_spec` makes them and `ffi.prepare` compiles and keeps them. A
+The keys are the same as in a call: `choose.kernel_spec` makes them. Workers compile the kernels into the cache. A
 compile key holds no size, but sizes choose among keys; without a size, every key that some size has is compiled.
 """
 
@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import multiprocessing
 import os
-import signal
+import queue
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from jax_fastattn import ffi
@@ -26,7 +23,7 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
-from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.compilation import cache, libraries, workers
 from jax_fastattn.kernels.choose import SHORT_LENGTH, SHORT_LOADING_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
@@ -175,37 +172,61 @@ def _prepared(
     if not absent:
         return
     count = min(processes or len(os.sched_getaffinity(0)), len(absent))
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _end_at_interrupts) as pool:
-        running = {pool.submit(_prepare, spec): spec for spec in absent}
+    crew = _Crew()
+    with ThreadPoolExecutor(count) as pool:
+        running = {pool.submit(crew.compile, spec): spec for spec in absent}
         try:
             for future in as_completed(running):
-                yield running[future], _outcome(future)
+                yield running[future], future.result()
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
+            crew.kill()
             raise
+    crew.close()
 
 
-def _end_at_interrupts() -> None:
-    """Makes an interrupt end a process at once, without a traceback. The cache holds no half-written kernel then."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+class _Crew:
+    """Workers, one for each thread that compiles. A worker that has ended makes place for another one."""
+
+    def __init__(self) -> None:
+        self._idle: queue.SimpleQueue[workers.Worker] = queue.SimpleQueue()
+        self._all: list[workers.Worker] = []
+
+    def compile(self, spec: KernelSpec) -> str:
+        """Returns what became of a kernel. An error of the compiler belongs to its kernel and does not stop others."""
+        try:
+            worker = self._free()
+        except OSError as error:
+            return f"failed: no process could be started: {error}"
+        found = worker.compile(cache.kernel_key(spec), spec)
+        if not worker.has_ended:
+            self._idle.put(worker)
+            return outcome(found)
+        return f"{outcome(found)}; if memory is short, pass a smaller --processes"
+
+    def _free(self) -> workers.Worker:
+        """Returns a worker that has nothing to do."""
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            worker = workers.Worker()
+            self._all.append(worker)
+            return worker
+
+    def kill(self) -> None:
+        """Ends the workers at once. The cache holds no half-written kernel then."""
+        for worker in self._all:
+            worker.kill()
+
+    def close(self) -> None:
+        """Ends the workers, which have nothing to do."""
+        for worker in self._all:
+            worker.close()
 
 
-def _prepare(spec: KernelSpec) -> float | None:
-    """Compiles one kernel in a process of its own; returns its seconds, or None if it could not be kept."""
-    started = time.monotonic()
-    ffi.prepare(spec)
-    return None if cache.load(cache.kernel_key(spec)) is None else time.monotonic() - started
-
-
-def _outcome(future: Future[float | None]) -> str:
-    """Returns what became of a kernel. An error of the compiler belongs to its kernel and does not stop others."""
-    try:
-        seconds = future.result()
-    except BrokenProcessPool:
-        return "failed: its process ended early, perhaps out of memory; pass a smaller --processes"
-    except Exception as error:
-        return f"failed: {type(error).__name__}: {error}"
-    return "failed: it could not be written to the cache" if seconds is None else f"compiled in {seconds:.1f} s"
+def outcome(found: dict[str, Any]) -> str:
+    """Returns in words what a worker says of a kernel."""
+    return f"failed: {found['problem']}" if "problem" in found else f"compiled in {found['seconds']:.1f} s"
 
 
 def describe(spec: KernelSpec) -> str:

@@ -144,6 +144,15 @@ def store(key: str, kernel: bytes) -> None:
         _prune(target)
 
 
+def takes_entries() -> bool:
+    """Returns whether this process can add kernels; creates the directory if it is absent."""
+    target = directory()
+    try:
+        return target is not None and files.is_writable(target)
+    except (OSError, files.UntrustedError):
+        return False
+
+
 def state() -> State:
     """Returns what the cache directory holds and whether this process can use it; changes nothing."""
     target = directory()

@@ -28,9 +28,7 @@ def write(target: Path, name: str, content: bytes) -> None:
     """
     temporary: Path | None = None
     try:
-        _create(target)
-        with opened(target, stat.S_IFDIR):
-            pass
+        is_writable(target)
         descriptor, temporary_name = tempfile.mkstemp(dir=target, prefix=TEMPORARY_PREFIX)
         temporary = Path(temporary_name)
         with os.fdopen(descriptor, "wb") as file:
@@ -42,6 +40,18 @@ def write(target: Path, name: str, content: bytes) -> None:
             with contextlib.suppress(OSError):  # an error may have made the file system read-only
                 temporary.unlink()
         raise
+
+
+def is_writable(target: Path) -> bool:
+    """Returns whether this process can add files to the directory, which is created if it is absent.
+
+    Raises:
+        UntrustedError: another user can write it.
+        OSError: it cannot be created or opened.
+    """
+    _create(target)
+    with opened(target, stat.S_IFDIR):
+        return os.access(target, os.W_OK | os.X_OK, effective_ids=True)
 
 
 @contextlib.contextmanager

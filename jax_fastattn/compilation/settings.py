@@ -24,3 +24,8 @@ def cache_directory() -> Path | None:
         return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "jax_fastattn"
     except RuntimeError:  # there is neither HOME nor an entry in the password database
         return None
+
+
+def has_workers() -> bool:
+    """Returns whether this process may start others that compile kernels for it: unless `JAX_FASTATTN_WORKERS` is 0."""
+    return os.environ.get("JAX_FASTATTN_WORKERS") != "0"

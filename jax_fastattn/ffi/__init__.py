@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between JAX and compiled kernels: compile key -> object -> XLA custom call.
 
-The ops call this layer. It knows files, the compiler and architectures, and nothing about attention. Importing it loads
+The ops call this layer. It knows `compilation/` and architectures, and nothing about attention. Importing it loads
 neither the compiler nor the C++ extension: the first lowering for CUDA, or `register`, loads the extension, and the
 first kernel that is in no cache loads the compiler.
 """

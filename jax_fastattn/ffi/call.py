@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A kernel launch as an XLA custom call that carries its kernel, so that a later process needs nothing from this one.
 
-A kernel is looked up in memory, then on disk, and is compiled if neither has it.
+A kernel is looked up in memory, then on disk. If neither has it, it is compiled, here or in a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import logging
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import jax
 import jaxlib.version
 from jax.interpreters import mlir
 
-from jax_fastattn.compilation import cache
+from jax_fastattn.compilation import cache, workers
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels.arguments.present import launch_buffers
 from jax_fastattn.kernels.key import KernelSpec
@@ -52,9 +52,14 @@ class _Kernel:
         return cls(key, hashlib.sha256(kernel).hexdigest(), text, len(kernel))
 
 
-_lock = threading.Lock()
 _kernels: dict[str, _Kernel] = {}  # by key
 _compile_count = 0
+
+# Nobody holds the first of these locks while something compiles. A kernel's own one keeps two threads from compiling
+# it, and `_turn` is the compiler's, which compiles one kernel at a time.
+_lock = threading.Lock()
+_locks: dict[str, threading.Lock] = {}  # by key
+_turn = threading.Lock()
 
 
 def compile_count() -> int:
@@ -64,7 +69,7 @@ def compile_count() -> int:
 
 def prepare(spec: KernelSpec) -> None:
     """Makes sure that the kernel of `spec` is in memory and on disk, as a lowering would."""
-    _kernel(spec)
+    _kernel(spec, tuple)
 
 
 def custom_call(
@@ -73,6 +78,7 @@ def custom_call(
     operands: Sequence[Any],
     ints: tuple[int, ...],
     floats: tuple[float, ...],
+    foreseen: Callable[[], Iterable[KernelSpec]] = tuple,
 ) -> Sequence[Any]:
     """Emits the launch of the kernel of `spec`, in a lowering rule for CUDA.
 
@@ -80,6 +86,8 @@ def custom_call(
         ctx: the context of a primitive whose operands are `operands` and whose results are the kernel's.
         operands: the operands that `launch_buffers(spec)` has, in its order, as row-major ir values.
         ints, floats: see `launch_scalars`.
+        foreseen: returns other kernels that will be needed soon. It is called if this one has to be compiled, and
+            workers compile them meanwhile.
 
     Returns:
         The results, as ir values.
@@ -102,7 +110,7 @@ def custom_call(
             raise ValueError(f"the {spec.op} kernel takes `{name}` in {dtype}; found {aval.dtype}")
     _check_export(ctx)
     registry.register()
-    kernel = _kernel(spec)
+    kernel = _kernel(spec, foreseen)
     attributes = {
         "key": mlir.ir.StringAttr.get(kernel.key),
         "arch": mlir.ir.StringAttr.get(spec.gpu_arch),
@@ -168,21 +176,36 @@ def _int32(value: int) -> Any:
     return mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(32), value)
 
 
-def _kernel(spec: KernelSpec) -> _Kernel:
+def _kernel(spec: KernelSpec, foreseen: Callable[[], Iterable[KernelSpec]]) -> _Kernel:
     key = cache.kernel_key(spec)
     with _lock:
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
         if key not in _kernels:
             kernel = cache.load(key)
             if kernel is None:
-                kernel = _compile(spec)
-                cache.store(key, kernel)
+                workers.start(other for other in foreseen() if other != spec)
+                kernel = _made(spec, key)
             _kernels[key] = _Kernel.of(key, kernel)
         return _kernels[key]
 
 
+def _made(spec: KernelSpec, key: str) -> bytes:
+    """Returns a kernel that is not on disk: from its worker if that delivers soon, else compiled here."""
+    if (kernel := workers.take(key)) is not None:
+        return kernel
+    with _turn:
+        if (kernel := workers.delivered(key)) is not None:  # while another thread compiled
+            return kernel
+        kernel = _compile(spec)
+    workers.abandon(key)
+    cache.store(key, kernel)
+    return kernel
+
+
 def _compile(spec: KernelSpec) -> bytes:
     global _compile_count
-    from jax_fastattn.ffi import compiler  # loads the compiler, which takes seconds
+    from jax_fastattn.compilation import compiler  # loads the compiler, which takes seconds
 
     _logger.info("compiling %s", spec)
     kernel = compiler.compile_kernel(spec)

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 
 from jax_fastattn import _compat
 from jax_fastattn.ops import abstract, dispatch, linear
+from jax_fastattn.ops.cuda import ahead
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Problem
@@ -53,8 +54,26 @@ def wanted_names(wanted: Collection[str]) -> Names:
 
 
 def _abstract(*arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[Any]:
-    del with_dlse
+    ahead.note(_launches, arrays, spec=spec, with_dlse=with_dlse, wanted=wanted)
     return abstract.backward_results(spec, arrays, wanted)
+
+
+def note_gradient(spec: AttentionSpec, operands: Sequence[Any], wanted: Collection[str]) -> None:
+    """Notes that the gradient of a call will be traced, before the forward pass is compiled.
+
+    Args:
+        operands: their abstract values.
+        wanted: which gradients.
+    """
+    out, lse = abstract.forward_results(spec, operands)
+    arrays = [*operands, out, lse, out]
+    ahead.note(_launches, arrays, spec=spec, with_dlse=False, wanted=wanted_names(wanted))
+
+
+def _launches(*arrays: Any, spec: AttentionSpec, **params: Any) -> Any:
+    """Traces the launches of a gradient that is lowered for CUDA, if it runs the kernels; see `ahead.note`."""
+    problem = Problem.of(spec, spec.operands(arrays[: len(spec.present)]))
+    return _gradients(cuda.backward, arrays, spec, **params) if dispatch.has_kernels(problem) else ()
 
 
 def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[jax.Array]:

@@ -77,6 +77,12 @@ def cuda_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
+def has_kernels(problem: Problem) -> bool:
+    """Returns whether a call that is lowered for CUDA runs the kernels, and neither warns nor raises."""
+    sizes_are_known = not problem.is_empty and not problem.symbolic_sizes
+    return problem.spec.implementation != "xla" and sizes_are_known and not cuda_reasons(problem)
+
+
 def takes_cuda(problem: Problem) -> bool:
     """Returns whether a call that is lowered for CUDA runs the kernels.
 

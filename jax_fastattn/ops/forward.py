@@ -15,6 +15,7 @@ from jax.interpreters import batching as jax_batching
 from jax.interpreters import mlir
 
 from jax_fastattn.ops import abstract, batching, dispatch
+from jax_fastattn.ops.cuda import ahead
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
@@ -23,7 +24,7 @@ from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 
 def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> list[Any]:
-    del mapped
+    ahead.note(_launches, arrays, spec=spec, mapped=mapped)
     return abstract.forward_results(spec, arrays)
 
 
@@ -62,6 +63,11 @@ def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Probl
 @forward_p.def_impl
 def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
     return results(functools.partial(xla.forward, tuning=tuning), arrays, **params)
+
+
+def _launches(*arrays: Any, **params: Any) -> Any:
+    """Traces the launches of a call that is lowered for CUDA, if it runs the kernels; see `ahead.note`."""
+    return results(cuda.forward, arrays, **params) if dispatch.has_kernels(_problem(arrays, **params)) else ()
 
 
 def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, **params: Any) -> Any:

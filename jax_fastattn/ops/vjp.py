@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jax_fastattn.ops import linear
-from jax_fastattn.ops.backward import gradient
+from jax_fastattn.ops.backward import gradient, note_gradient
 from jax_fastattn.ops.forward import attend_p, forward
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import rules
@@ -49,9 +49,11 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tu
 
 
 def _forward_rule(operands: Any, tangents: Any, *, spec: AttentionSpec, mapped: tuple[bool, ...]) -> tuple[Any, Any]:
+    moved = moving(spec.present, tangents)
+    if moved and not any(mapped):
+        note_gradient(spec, [jax.typeof(x) for x in operands], moved)
     out, lse = forward(spec, operands, mapped)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    moved = moving(spec.present, tangents)
     if not moved:
         return [out, lse], zeros([out, lse])
 

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, VISIT_SCALARS, 
 from jax_fastattn.kernels.bias_shapes import BiasPlanes, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.ops.cuda import ahead
 from jax_fastattn.spec import Problem
 
 launch_p = Primitive("jax_fastattn_launch")
@@ -31,7 +32,7 @@ def _abstract(*_: Any, results: Any, **params: Any) -> list[jax.core.ShapedArray
 
 def _lower(ctx, *operands, kernel, ints, floats, results):  # type: ignore[no-untyped-def]
     del results
-    return ffi.custom_call(ctx, kernel, operands, ints, floats)
+    return ffi.custom_call(ctx, kernel, operands, ints, floats, ahead.foreseen)
 
 
 # It is not inlined: identical calls, as a model's layers make them, share one function and carry their kernel once.
@@ -40,6 +41,7 @@ mlir.register_lowering(launch_p, _lower, platform="cuda", inline=False)
 
 def launch(*operands: Any, kernel: KernelSpec, **params: Any) -> list[jax.Array]:
     """Binds the custom call under a name for profiles, in the words of `explain`: `jax_fastattn_sm90_forward`."""
+    ahead.collect(kernel)
     name = kernel.op if kernel.op == "prepass" else f"{kernel.family}_{kernel.op}"
     with jax.named_scope(f"jax_fastattn_{name}"):
         return launch_p.bind(*operands, kernel=kernel, **params)
