@@ -19,7 +19,7 @@ import emulated_dkdv_dq
 import emulated_hopper
 from emulated_backward import Sizes, compare_dbias, draw_operands, visibility
 
-from jax_fastattn.ffi.compiler import _open_runtime
+from jax_fastattn.compilation.compiler import _open_runtime
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec

@@ -56,7 +56,7 @@ def gradient_units(
     if dlse is not None:
         changes = changes + _finite(jnp.abs(dlse), live)
     bounds = _finite(changes * _weights(operands, lse), live)
-    return _units(*(_greatest(x, group, packed) for x in (bounds, cotangents)), values)
+    return _units(_greatest(bounds, group, packed), _greatest(cotangents, group, packed), values)
 
 
 def _units(bounds: jax.Array, cotangents: jax.Array, values: jax.Array) -> jax.Array:

@@ -95,7 +95,7 @@ class PreprocessKernel:
             dsinks_terms=None
             if buffers.dsinks_terms is None
             else buffers.dsinks_terms.toint() + queries.head_row(heads, head, first) * 4,
-            preprocess=self._preprocess(load_units(buffers, queries, heads // spec.group, head // spec.group)),
+            preprocess=self._preprocess(load_units(buffers, queries, heads // spec.group, work.kv_head)),
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.prepare(buffers, index, thread, self.threads)
