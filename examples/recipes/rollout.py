@@ -54,4 +54,4 @@ tokens, sampled = rollout(params, jnp.zeros(BATCH, int), key)
 advantages = (tokens[:, 1:] % 2 - 0.5).mean(axis=1, keepdims=True)
 grads, (old, ratio) = update(params, tokens, None, advantages)
 assert (ratio == 1).all()  # the first update makes `old`, later ones take it
-assert 0 < abs(sampled - old).max() < 0.1  # by which the ratios would be off
+assert abs(sampled - old).max() < 0.1  # by which the ratios would be off
