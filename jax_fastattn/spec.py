@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import jax
 
+from jax_fastattn.programs import planes
 from jax_fastattn.programs.function import Program
 
 Implementation = Literal["cuda", "xla"]
@@ -228,6 +229,7 @@ class Problem:
         pages: how many there are.
         bias_shape: `[b, n, t, s]`; None without a bias.
         bias_dtype: name of its dtype; None without a bias.
+        mask_mod_shape: `[b, n]` of the planes that `mask_mod` reads, see `Operands`.
     """
 
     spec: AttentionSpec
@@ -247,6 +249,7 @@ class Problem:
     pages: int = 0
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str | None = None
+    mask_mod_shape: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:
@@ -270,6 +273,7 @@ class Problem:
             mask_shape=None if operands.mask is None else operands.mask.shape,
             bias_shape=None if operands.bias is None else operands.bias.shape,
             bias_dtype=None if operands.bias is None else str(operands.bias.dtype),
+            mask_mod_shape=planes.own_sizes((spec.score_mod, spec.mask_mod), 1, operands),
         )
 
     @property

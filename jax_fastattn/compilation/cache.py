@@ -69,9 +69,12 @@ def kernel_key(spec: KernelSpec) -> str:
 
 @functools.cache
 def sources_digest() -> str:
-    """Returns a digest of the sources that an object is compiled from; kernels take a constant from `limits.py`."""
+    """Returns a digest of the sources that an object is compiled from.
+
+    Kernels take a constant from `limits.py`, and what instructions mean from `programs/code.py`.
+    """
     package = Path(__file__).parents[1]
-    others = [package / "compilation" / "compiler.py", package / "limits.py"]
+    others = [package / "compilation" / "compiler.py", package / "programs" / "code.py", package / "limits.py"]
     return files_digest(package, sorted((package / "kernels").rglob("*.py")) + others)
 
 

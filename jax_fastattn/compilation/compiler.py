@@ -111,7 +111,8 @@ def fake_arguments(spec: KernelSpec) -> list[Any]:
 
 def _fake_scalars(spec: KernelSpec) -> Scalars | PrepassScalars:
     if spec.op == "prepass":
-        return PrepassScalars(*[cutlass.Int32(0) for _ in PrepassScalars._fields])
+        absent = () if spec.features else tuple(PrepassScalars._field_defaults)
+        return PrepassScalars(*[None if name in absent else cutlass.Int32(0) for name in PrepassScalars._fields])
     absent = absent_scalars(spec)
     return Scalars(**{name: None if name in absent else _DTYPES[x](0) for name, x in SCALAR_DTYPES.items()})
 

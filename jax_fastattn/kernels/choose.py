@@ -22,6 +22,8 @@ from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
+from jax_fastattn.programs.code import Code as Program
+from jax_fastattn.programs.planes import places
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # The Hopper forward has configs of its own up to these T and S, where a row has few tiles.
@@ -135,8 +137,9 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
 
 
 def is_listed(problem: Problem) -> bool:
-    """Returns whether kernels visit tiles by lists, or read bits of few rows: for a mask or segment ids."""
-    return not {"mask", "query_segment_ids"}.isdisjoint(problem.spec.present)
+    """Returns whether kernels visit tiles by lists, or read bits of few rows: for a mask, a function or segment ids."""
+    spec = problem.spec
+    return spec.mask_mod is not None or not {"mask", "query_segment_ids"}.isdisjoint(spec.present)
 
 
 def is_one_row(problem: Problem, config: PrepassConfig) -> bool:
@@ -148,7 +151,7 @@ def _are_queries_alike(problem: Problem) -> bool:
     """Returns whether all queries see the same keys by a mask."""
     spec, mask = problem.spec, problem.mask_shape
     differ = _PER_ENTRY - {"key_value_seq_lengths"}
-    alike = spec.bounds == (None, None) and differ.isdisjoint(spec.present)
+    alike = spec.bounds == (None, None) and differ.isdisjoint(spec.present) and spec.mask_mod is None
     return alike and mask is not None and mask[2] == 1
 
 
@@ -166,9 +169,9 @@ def _reads_live_keys(problem: Problem, kernel: KernelSpec) -> bool:
 
 def list_sizes(problem: Problem, config: PrepassConfig) -> Sizes:
     """Returns what the shapes of lists and bits depend on, given the tiles of the kernel that reads them."""
-    mask = problem.mask_shape
-    heads = 1 if mask is None else mask[1]
-    per_entry = not _PER_ENTRY.isdisjoint(problem.spec.present) or (mask is not None and mask[0] > 1)
+    mask = problem.mask_shape or (1, 1)
+    entries, heads = (max(x, y) for x, y in zip(mask[:2], problem.mask_mod_shape, strict=True))
+    per_entry = not _PER_ENTRY.isdisjoint(problem.spec.present) or entries > 1
     members = problem.group if config.transposed and heads == problem.num_heads else 1
     rows = config.rows if is_one_row(problem, config) else problem.query_length
     entries = problem.batch if per_entry else 1
@@ -179,11 +182,20 @@ def _compares(problem: Problem, kernel: KernelSpec) -> bool:
     """Returns whether edge tiles compare rows, see `KernelSpec.compared`: bits would take too much memory.
 
     A mask that is given whole has bits at any size: its own array takes 8 times as much for each plane that it has.
+    Kernels cannot compare what a mask function says of rows, see `mask_mod_bits_fit`.
     """
     mask = problem.mask_shape
-    if mask is not None and 1 not in mask[2:]:
+    if problem.spec.mask_mod is not None or (mask is not None and 1 not in mask[2:]):
         return False
     return any(has_too_many_bits(config, list_sizes(problem, config)) for config in prepass_configs(kernel))
+
+
+def mask_mod_bits_fit(problem: Problem, arch: str) -> bool:
+    """Returns whether the bits of a mask function take at most `MAX_BITS_NBYTES` in each prepass of both passes."""
+    has_bias = problem.bias_shape is not None
+    kernels = [forward_spec(problem, arch), kernel_spec(problem, "backward", arch, dbias=has_bias)]
+    configs = [config for kernel in kernels for config in prepass_configs(kernel)]
+    return not any(has_too_many_bits(config, list_sizes(problem, config)) for config in configs)
 
 
 def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> KernelSpec:
@@ -203,8 +215,20 @@ def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> Kerne
         query_offset="query_offset" in spec.present,
         mask="mask" in spec.present,
         segment_ids="query_segment_ids" in spec.present,
+        features=_mask_function(spec),
         config=config,
     )
+
+
+def _mask_function(spec: AttentionSpec) -> tuple[Code, ...]:
+    """Returns the feature of the prepass that evaluates a mask function; none without one."""
+    if not isinstance(spec.mask_mod, Program):
+        return ()
+    of_score, of_mask = places((spec.score_mod, spec.mask_mod))
+    rows: dict[str, int] = {}
+    for place in (*of_score, *of_mask):
+        rows[place.operand] = rows.get(place.operand, 0) + max(place.plane.length, 1)
+    return (codes.mask_mod(spec.mask_mod, tuple(of_mask), rows),)
 
 
 def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:

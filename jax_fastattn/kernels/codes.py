@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jax_fastattn.programs.code import Code as Program
+from jax_fastattn.programs.planes import Place
+
 
 @dataclass(frozen=True)
 class Code:
@@ -77,4 +80,40 @@ def pair_bias(terms: int) -> Code:
     """Returns the code of a bias of pairs, whose terms have 16 bits each."""
     return Code(
         "bias of pairs", f"{_FEATURES}.bias.global_memory:GlobalBias", ("logit", "term"), score_nbytes=2 * terms
+    )
+
+
+# These instructions give the same numbers in the prepass as on the XLA path. A function with another one would count
+# other pairs where its last digits decide.
+MASK_OPS = frozenset(
+    (
+        *("const", "plane", "table", "affine", "to_float", "to_int", "stop_gradient", "select"),
+        *("add", "sub", "mul", "div", "rem", "neg", "abs", "max", "min", "sign"),
+        *("and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge"),
+    )
+)
+
+# A CTA of the prepass holds the planes of rows, of keys and of distances of a tile in shared memory, up to this many.
+MAX_STAGED_PLANES = 16
+
+
+def staged_places(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Returns the planes that a CTA of the prepass holds in shared memory."""
+    return tuple(place for place in places if place.plane.kind in ("query", "key", "distance"))
+
+
+def mask_mod(program: Program, places: tuple[Place, ...], rows: dict[str, int]) -> Code:
+    """Returns the code of a mask function, which the prepass evaluates.
+
+    Args:
+        program: the function.
+        places: where its planes are.
+        rows: how many planes, or numbers of tables, each operand has in all.
+    """
+    dtypes = {place.operand: "float32" if place.plane.dtype == "f" else "int32" for place in places}
+    return Code(
+        "mask function",
+        "jax_fastattn.kernels.prepass.program:MaskProgram",
+        constants=(program, places, tuple(sorted((name, rows[name]) for name in dtypes))),
+        operands=tuple(sorted(dtypes.items())),
     )

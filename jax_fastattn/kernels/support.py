@@ -8,9 +8,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
-from jax_fastattn.kernels.choose import forward_spec, is_listed, kernel_spec
-from jax_fastattn.kernels.tiles.lists import MAX_TILES
+from jax_fastattn.kernels.choose import (
+    forward_spec,
+    is_listed,
+    kernel_spec,
+    list_sizes,
+    mask_mod_bits_fit,
+    prepass_configs,
+)
+from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, staged_places
+from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.planes import places
 from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16")
@@ -20,7 +30,7 @@ MAX_HEAD_DIM = 256
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length", "program",
+    "architecture", "dtype", "head_dim", "symbolic", "length", "program", "mask_mod",
 ]
 # fmt: on
 
@@ -80,13 +90,45 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
             "length",
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),
-        *(
-            (False, "program", f"no kernel evaluates `{name}` yet")
-            for name in ("score_mod", "mask_mod")
-            if getattr(problem.spec, name) is not None
-        ),
+        (problem.spec.score_mod is None, "program", "no kernel evaluates `score_mod` yet"),
     ]
-    return [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
+    found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
+    found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(problem)]
+    if problem.spec.mask_mod is not None and arch and not found and not mask_mod_bits_fit(problem, arch):
+        text = f"the bits of `mask_mod` would take more than {MAX_BITS_NBYTES >> 20} MiB in a pass"
+        found.append(Reason("mask_mod", text, _FEWER_BITS))
+    return found
+
+
+_FEWER_BITS = (
+    "kernels take segment ids, lengths and windows of any size; a function that reads neither `b` nor `h` has bits of "
+    "one entry and head"
+)
+
+
+def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:
+    """Returns why no prepass evaluates a mask function, each with the remedy."""
+    program = problem.spec.mask_mod
+    if program is None:
+        return []
+    if problem.num_sequences:
+        return [("no kernel evaluates `mask_mod` of packed sequences", 'pass `implementation="xla"`')]
+    if not isinstance(program, Code):
+        return [(f"`mask_mod` has no code, because {program.reason}", "or pass an array as `mask`")]
+    found: list[tuple[str, str]] = []
+    if unknown := sorted({op for op, *_ in program.instructions} - MASK_OPS):
+        found.append(
+            (
+                f"`mask_mod` computes {', '.join(f'`{op}`' for op in unknown)} of a query and a key together, which "
+                "has no instruction in the kernels",
+                "compare squares or other numbers without it, or pass an array as `mask`",
+            )
+        )
+    staged = len(staged_places(tuple(places((problem.spec.score_mod, program))[1])))
+    if staged > MAX_STAGED_PLANES:
+        text = f"`mask_mod` reads {staged} numbers of queries, keys and distances; the kernels take {MAX_STAGED_PLANES}"
+        found.append((text, "compute fewer ahead of the call, or pass an array as `mask`"))
+    return found
 
 
 def speed_note(arch: str) -> str:
@@ -105,3 +147,25 @@ def describe_kernels(problem: Problem, arch: str, *, has_gradient: bool = True) 
     if has_gradient:
         kernels.append(kernel_spec(problem, "backward", arch))
     return ", ".join(f"{x.family} {x.op}" for x in kernels), ", ".join(x.config.tiles for x in kernels)
+
+
+def describe_lists(problem: Problem, arch: str, *, has_gradient: bool = True) -> str:
+    """Describes the lists that prepasses write for a mask function; an empty string without one."""
+    if problem.spec.mask_mod is None:
+        return ""
+    kernels = [forward_spec(problem, arch)]
+    if has_gradient:
+        kernels.append(kernel_spec(problem, "backward", arch))
+    found: list[str] = []
+    for kernel in kernels:
+        if kernel.row_bits:
+            found.append(f"{kernel.op}: bits of each query, which XLA computes")
+        for config in prepass_configs(kernel):
+            sizes = list_sizes(problem, config)
+            side = "queries" if config.transposed else "keys"
+            planes = sizes.batch * sizes.heads
+            found.append(
+                f"{kernel.op}: lists of {side} for tiles {config.rows} x {config.keys}, "
+                f"{planes} plane{'s' * (planes > 1)} of bits"
+            )
+    return f"a prepass evaluates `mask_mod` ({'; '.join(found)})"

@@ -14,7 +14,7 @@ import jax
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
-from jax_fastattn.kernels.support import Reason, describe_kernels, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import Reason, describe_kernels, describe_lists, speed_note, unsupported_reasons
 from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
 
@@ -145,7 +145,8 @@ def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
     arch = ffi.arch()
     kernels = describe_kernels(problem, arch, has_gradient=has_gradient)
     variant = _variant(problem, arch, has_gradient=has_gradient)
-    return Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
+    found = Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
+    return with_note(found, describe_lists(problem, arch, has_gradient=has_gradient))
 
 
 def with_note(found: Explanation, note: str) -> Explanation:

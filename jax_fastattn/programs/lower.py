@@ -34,6 +34,8 @@ _SAME = OPS - {"to_int", "select", "rem"}
 # These are right for any integers that int32 holds. Others may leave the range of a narrower type.
 _EXACT = (*COMPARISONS, "max", "min", "select", "and", "or", "convert_element_type")
 _RESHAPES = ("squeeze", "reshape", "broadcast_in_dim")
+# The last digits of these depend on who computes them. In a mask function XLA does, unless they are of pairs.
+_INEXACT = ("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt")
 
 
 class NoCodeError(Exception):
@@ -140,6 +142,8 @@ class _Lowering:
             return self._plane(i, dtype, facts)
         if value.shape or any(self._graph.values[x].shape for x in value.args):
             return self._array(i)
+        if self._has_tables and value.op in _INEXACT and facts.kind is not None:
+            return self._plane(i, dtype, facts)
         found = self._instruction(value, dtype)
         if found is not None:
             return found

@@ -47,6 +47,19 @@ def places(programs: Sequence[Program | None]) -> list[list[Place]]:
     return found
 
 
+def own_sizes(programs: Sequence[Program | None], number: int, operands: Any) -> tuple[int, int]:
+    """Returns how many batch entries and query heads have numbers of their own in a program, 1 if they share them.
+
+    Args:
+        programs: of a call.
+        number: which of them.
+        operands: the operands of the call, by attribute.
+    """
+    names = {place.operand for place in places(programs)[number]}
+    shapes = [getattr(operands, name).shape for name in names]
+    return max((x[0] for x in shapes), default=1), max((x[1] for x in shapes), default=1)
+
+
 def stack(programs: Sequence[Program | None], arrays: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
     """Returns operands by name from the planes `[b, n, L]` of each program."""
     found: dict[str, list[jax.Array]] = {}

@@ -84,11 +84,17 @@ sm_90a has kernels of its own; all others run the portable family with tiles tha
 def problems() -> dict[str, Problem]:
     """Returns a problem for each row of the table."""
     base = _BASE.problem()
+
+    def with_spec(problem: Problem, **change: Any) -> Problem:
+        return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, **change))
+
     found = {name: dataclasses.replace(_BASE, **change).problem() for name, change in FEATURES.items()}
     return found | {
         "`paged_attention` (forward)": dataclasses.replace(found["`key_value_seq_lengths`"], page=16, pages=99),
-        "`deterministic`": dataclasses.replace(base, spec=dataclasses.replace(base.spec, deterministic=True)),
-        "`score_mod`, `mask_mod`": dataclasses.replace(base, spec=dataclasses.replace(base.spec, mask_mod=_CODE)),
+        "`deterministic`": with_spec(base, deterministic=True),
+        "`mask_mod`, a function with code": with_spec(base, mask_mod=_CODE),
+        "`mask_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], mask_mod=_CODE),
+        "`score_mod`": with_spec(base, score_mod=_CODE),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
     }
 

@@ -501,6 +501,7 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
         "compilation/cache.py",
         "compilation/compiler.py",
         "limits.py",
+        "programs/code.py",
         "kernels/sm80/forward/kernel.py",
         "kernels/device/mma.py",
     ):
@@ -522,7 +523,9 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
     keys.append(key())
     (tmp_path / "limits.py").write_text("UNBOUNDED = 2\n")
     keys.append(key())
-    assert len(set(keys)) == 5
+    (tmp_path / "programs/code.py").write_text("a = 5\n")
+    keys.append(key())
+    assert len(set(keys)) == 6
     (tmp_path / "compilation/cache.py").write_text("a = 4\n")
     assert key() == keys[-1], "no part of an object"
     cache.sources_digest.cache_clear()

@@ -68,10 +68,10 @@ def oracle(
     visible = jnp.broadcast_to(visible_pairs(spec, operands), scores.shape)
     indices = [jnp.asarray(x) for x in np.indices(scores.shape, np.int32)]
     if mask_mod is not None:
-        visible &= _of_pairs(mask_mod)(*indices)
+        visible &= of_pairs(mask_mod)(*indices)
     scores = jnp.where(visible, scores, 0.0)
     if score_mod is not None:
-        scores = _of_pairs(score_mod)(scores, *indices)
+        scores = of_pairs(score_mod)(scores, *indices)
     if spec.logits_soft_cap is not None:
         scores = spec.logits_soft_cap * jnp.tanh(scores / spec.logits_soft_cap)
     scores = jnp.where(visible, scores, -1e30)
@@ -84,7 +84,8 @@ def oracle(
     return out, jnp.moveaxis(lse, 1, 2)
 
 
-def _of_pairs(function: Callable[..., Any]) -> Callable[..., jax.Array]:
+def of_pairs(function: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Returns a function of numbers for arrays with four axes."""
     for _ in range(4):
         function = jax.vmap(function)
     return function

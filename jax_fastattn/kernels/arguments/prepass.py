@@ -17,6 +17,7 @@ class PrepassBuffers(NamedTuple):
         query_segment_ids: `[B, T]`.
         key_value_segment_ids: `[B, S]`.
         query_seq_lengths, key_value_seq_lengths, query_offset: `[B]`.
+        added: a named tuple with the planes that a mask function reads, see `spec.Operands`; None without one.
         lists: header and entries of the list of each own tile.
         bits: bits of edge tiles, with the live rows of the visited side.
         counts: how many lists a query tile is in.
@@ -41,13 +42,16 @@ class PrepassBuffers(NamedTuple):
 
 
 class PrepassScalars(NamedTuple):
-    """Numbers of a launch of the prepass, int32 each.
+    """Numbers of a launch of the prepass, int32 each. Those that only a mask function needs are None without one.
 
     Attributes:
         batch, heads, members, query_length, key_length: see `tiles.lists.Sizes`.
         mask_batch: planes `[t, s]` of the mask from one batch entry to the next; 0 if all entries share them.
         mask_rows, mask_keys: t and s; where they are 1, all queries or all keys share them.
         window_left, window_right: see `Scalars`.
+        mask_members: how many heads share a plane of the mask, where a mask function reads the heads.
+        plane_batches, plane_heads: bit i says whether operand i of the mask function has numbers for each batch entry,
+            or for each head.
     """
 
     batch: Any
@@ -60,3 +64,10 @@ class PrepassScalars(NamedTuple):
     mask_keys: Any
     window_left: Any
     window_right: Any
+    mask_members: Any = None
+    plane_batches: Any = None
+    plane_heads: Any = None
+
+    def present(self) -> tuple[int, ...]:
+        """Returns the numbers that a launch has, in order."""
+        return tuple(x for x in self if x is not None)

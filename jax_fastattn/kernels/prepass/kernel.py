@@ -20,6 +20,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, OwnTilePlace
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import EntryPredicate, Extent, matrix_nbytes
+from jax_fastattn.kernels.prepass.program import Parts
 from jax_fastattn.kernels.prepass.summary import WARP_NBYTES, Summary
 from jax_fastattn.kernels.tiles.lists import DEAD_ROWS, LIVE_WORDS, MAX_LIVE_ROWS, PrepassConfig
 from jax_fastattn.kernels.tiles.plan import TileRange
@@ -201,7 +202,7 @@ class PrepassKernel:
         own = tile.extent
         other = tile.predicate.extent(visited, tile.writer.lane, of_keys=not self.config.transposed)
         apart = Boolean((own.high < other.low) | (other.high < own.low))
-        if self.spec.mask:
+        if self.spec.mask or self.spec.features:
             return apart, Boolean(False)
         same = Boolean((own.low == own.high) & (other.low == other.high) & (own.low == other.low))
         inside = Boolean((visited >= tile.visited.full_begin) & (visited < tile.visited.full_end))
@@ -213,6 +214,10 @@ class PrepassKernel:
         lists = scalars.heads // scalars.members
         head = place.plane % lists * scalars.members + member
         query_tile, key_tile = (visited, place.own) if self.config.transposed else (place.own, visited)
+        program = predicate.program(tile.matrix, head)
+        if program is not None and Parts(self.spec).nbytes:
+            program.stage(tile.matrix, query_tile, key_tile)
+            cute.arch.sync_threads()
 
         def evaluate() -> None:
             tile.summary.put(predicate.evaluate(tile.matrix, head, query_tile, key_tile))
@@ -240,7 +245,9 @@ class PrepassKernel:
         """
         spec, scalars = self.spec, tile.predicate.scalars
         kind = spec.bounds_kind
-        if not (spec.mask and self.config.transposed) or spec.segment_ids or kind.left or kind.right or kind.query_end:
+        if not (spec.mask and self.config.transposed) or spec.segment_ids or spec.features:
+            return Boolean(True)
+        if kind.left or kind.right or kind.query_end:
             return Boolean(True)
         differs = Boolean((visited == tile.first) | ((visited + 1) * self.config.rows > scalars.query_length))
         return Boolean(differs | Boolean((scalars.mask_rows > 1) | (scalars.members > 1)))

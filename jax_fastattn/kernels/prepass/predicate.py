@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The predicate of a launch, which warps evaluate tile by tile: mask, window, lengths, offset and segment ids."""
+"""The predicate of a launch, which warps evaluate tile by tile: mask, mask function, window, lengths, offset, ids."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,11 +12,14 @@ from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalar
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape, shifted
+from jax_fastattn.kernels.prepass.program import MaskProgram, Parts
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import Bounds, TileRange
 
 # The mask of this many steps is loaded before the first of them is used.
 _BATCH = 4
+# A mask function without a mask is evaluated for this many steps, which share what keys alone decide.
+_PROGRAM_BATCH = 2
 
 # Multiplied by this, four bytes of 0 or 1 have their bits in the upper four of 32.
 _GATHER = 0x10204080
@@ -122,6 +125,15 @@ class EntryPredicate:
 
         wgmma.loop((words - matrix.warp + (warps - 1)) // warps, stage)
 
+    # The mask function.
+
+    def program(self, matrix: BitMatrix, head: Int32) -> MaskProgram | None:
+        """Returns the mask function of a head; None without one."""
+        if not self.spec.features:
+            return None
+        address = matrix.address + _ids_end(self.spec)
+        return MaskProgram(Parts(self.spec), self.buffers, self.scalars, address, self.entry, head)
+
     # A tile.
 
     def evaluate(self, matrix: BitMatrix, head: Int32, query_tile: Int32, key_tile: Int32) -> Evaluated:
@@ -130,7 +142,7 @@ class EntryPredicate:
         Args:
             matrix: as the warp sees it.
             head: the head of the mask.
-            query_tile, key_tile: the tile. Its ids are staged.
+            query_tile, key_tile: the tile. Its ids, and the planes of a mask function, are staged.
         """
         shape, config = matrix.shape, self.config
         first, last = query_tile * config.rows, key_tile * config.keys
@@ -139,17 +151,22 @@ class EntryPredicate:
         found = cute.make_rmem_tensor((3,), Int32)
         for i, value in enumerate((0, -1, 0)):
             found[i] = Int32(value)
-        batch = min(_BATCH, shape.steps)
+        program = self.program(matrix, head)
+        values = None if program is None else program.start()
+        batch = min(_BATCH if self.spec.mask or program is None else _PROGRAM_BATCH, shape.steps)
 
         def run(i: Int32) -> None:
             steps = [i * batch + k for k in range(batch)]
             rows = [first + matrix.row(step) for step in steps]
             masks = self._load_mask(head, rows, column) if self.spec.mask else [Int32(-1)] * batch
+            at_keys = None if values is None else values.at_keys(column, matrix.word)
             for step, row, bits in zip(steps, rows, masks, strict=True):
                 # Columns past the end of the tile belong to the next one.
                 bits = bits & self._in_bounds(row, column, last + config.keys)
                 if self.spec.segment_ids:
                     bits = bits & self._same_id(matrix, row)
+                if at_keys is not None:
+                    bits = bits & at_keys.bits(row, matrix.row(step))
                 self._note(matrix, found, step, row, bits, exists)
 
         wgmma.loop(Int32(shape.steps // batch), run)
@@ -192,6 +209,8 @@ class EntryPredicate:
         """Loads 32 columns of rows as bits. A row or column past the end of the mask is the last one."""
         scalars = self.scalars
         keys = scalars.mask_keys
+        if scalars.mask_members is not None:
+            head = head // scalars.mask_members
         plane = Int64(self.entry) * scalars.mask_batch + head
         first = self.buffers.mask.toint() + plane * scalars.mask_rows * keys
         lines = [first + Int64(_least(row, scalars.mask_rows - 1)) * keys for row in rows]
@@ -225,7 +244,12 @@ def _packed(words: list[Int32]) -> Int32:
     return bits
 
 
-def matrix_nbytes(spec: KernelSpec) -> int:
+def _ids_end(spec: KernelSpec) -> int:
     """Returns the bytes of a matrix, with the segment ids of a tile of keys."""
     shape = MatrixShape(spec.config)
     return shape.nbytes + (128 * shape.words if spec.segment_ids else 0)
+
+
+def matrix_nbytes(spec: KernelSpec) -> int:
+    """Returns the bytes of a matrix, with the segment ids of a tile of keys and the planes of a mask function."""
+    return _ids_end(spec) + (Parts(spec).nbytes if spec.features else 0)

@@ -66,7 +66,7 @@ def persistent_blocks(problem: Problem, multiprocessors: int) -> int:
     """
     left, right = problem.spec.bounds
     sees_fewer = {"mask", "query_segment_ids", "sequences"} & {*problem.spec.present}
-    if not problem.spec.is_part or left is not None or sees_fewer:
+    if not problem.spec.is_part or left is not None or sees_fewer or problem.spec.mask_mod is not None:
         return multiprocessors
     pairs = problem.batch * problem.num_heads * problem.query_length * problem.key_length
     pairs = pairs * max(problem.head_dim, problem.v_head_dim) // 128 // (1 if right is None else 2)

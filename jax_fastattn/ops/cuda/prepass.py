@@ -23,7 +23,8 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
 from jax_fastattn.ops.cuda.launch import launch
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.programs.planes import places
+from jax_fastattn.spec import PLANES, AttentionSpec, Operands, Problem
 
 # Lists stand for these operands.
 PREDICATE = (
@@ -33,6 +34,7 @@ PREDICATE = (
     "query_seq_lengths",
     "key_value_seq_lengths",
     "query_offset",
+    *PLANES,
 )
 
 
@@ -102,7 +104,7 @@ def tile_lists(
     found = launch(
         *(arrays[name] for name, buffer in buffers.items() if buffer.role == "operand"),
         kernel=kernel,
-        ints=tuple(_scalars(spec, operands, sizes)),
+        ints=_scalars(spec, operands, sizes).present(),
         floats=(),
         results=tuple((shapes[name], dtype) for name, dtype in results.items()),
     )
@@ -146,7 +148,18 @@ def _scalars(spec: AttentionSpec, operands: Operands, sizes: layout.Sizes) -> Pr
         mask_keys=keys,
         window_left=UNBOUNDED if left is None else min(left, UNBOUNDED),
         window_right=UNBOUNDED if right is None else min(right, UNBOUNDED),
+        **_mask_mod_scalars(spec, operands, sizes.heads // heads),
     )
+
+
+def _mask_mod_scalars(spec: AttentionSpec, operands: Operands, mask_members: int) -> dict[str, int]:
+    """Returns the scalars that only a mask function needs, by name; none without one."""
+    if spec.mask_mod is None:
+        return {}
+    names = sorted({place.operand for place in places((spec.score_mod, spec.mask_mod))[1]})
+    shapes = [getattr(operands, name).shape for name in names]
+    batches, heads = (sum((shape[axis] > 1) << i for i, shape in enumerate(shapes)) for axis in (0, 1))
+    return {"mask_members": mask_members, "plane_batches": batches, "plane_heads": heads}
 
 
 def _arrays(operands: Operands) -> dict[str, jax.Array | None]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,11 +216,29 @@ def check(predicate: Predicate, config: PrepassConfig, *, ctas: int = 1056) -> N
     operands = predicate.draw()
     seen = predicate.seen(operands)
     found = run(predicate, config, operands, ctas=ctas)
-    sizes = predicate.sizes(config)
-    step = predicate.query_heads // sizes.heads
+    compare(config, predicate.sizes(config), found, seen, predicate.query_lengths)
+
+
+def compare(
+    config: PrepassConfig,
+    sizes: tile_lists.Sizes,
+    found: dict[str, np.ndarray],
+    seen: np.ndarray,
+    query_lengths: Sequence[int] = (),
+) -> None:
+    """Compares lists, ranks, counts, live rows and bits with what is visible.
+
+    Args:
+        config: sizes of the tiles.
+        sizes: which batch entries and heads have lists of their own.
+        found: what the prepass has written, by name.
+        seen: `[B, N, T, S]`; lengths of queries hide nothing in it.
+        query_lengths: one for each batch entry, or none.
+    """
+    step = seen.shape[1] // sizes.heads
     for entry, plane in np.ndindex(sizes.batch, sizes.heads // sizes.members):
         heads = [plane * sizes.members + k for k in range(sizes.members)]
-        end = predicate.query_lengths[entry] if predicate.query_lengths else predicate.queries
+        end = query_lengths[entry] if query_lengths else seen.shape[2]
         planes = [seen[entry, head * step] for head in heads]
         wanted = tile_list_rule.classify(config, planes, end)
         _check_lists(config, found, (entry, plane), wanted)

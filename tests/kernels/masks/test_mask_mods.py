@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of positions in the kernels: lists and bits of the prepass, and calls of both families; emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_ops
+import emulated_prepass
+import jax
+import jax.numpy as jnp
+import mods
+import numpy as np
+
+from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.kernels.choose import list_sizes
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda import prepass
+from jax_fastattn.reference import attention_reference, visible_pairs
+from jax_fastattn.spec import QKV, Problem
+
+B, T, S, N, K = 2, 133, 201, 4, 2
+
+_random = np.random.default_rng(3)
+IDS = jnp.asarray(np.sort(_random.integers(0, 4, (B, S)), 1), jnp.int32)
+WINDOWS = jnp.asarray([3, 40, 90, 200], jnp.int32)
+SHOWN = jnp.asarray(_random.random((N, 2 * S)) < 0.7)
+BLOCKS = jnp.asarray(_random.random((B, N, -(-T // 16), -(-S // 32))) < 0.6)
+PAIRS = jnp.asarray(_random.random((T, S)) < 0.6)
+WEIGHTS = jnp.asarray(_random.standard_normal((B, S)), jnp.float32)
+
+Mod = Callable[..., Any]
+
+# Each reads something else: positions, a number of a head, rows and keys of an entry, distances of a head, tables.
+MODS: dict[str, Mod] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) & (q >= k),
+    "windows": lambda b, h, q, k: (q - k < WINDOWS[h]) & (k - q <= 9) | (k < 4),
+    "distances": lambda b, h, q, k: SHOWN[h, k - q + T],
+    "blocks": lambda b, h, q, k: BLOCKS[b, h, q // 16, k // 32],
+    "pairs": lambda b, h, q, k: PAIRS[q, k] | (k == q) | (k == 200),
+    "dilated": lambda b, h, q, k: ((q - k) % 3 == 0) | (q // 64 == k // 64),
+    "floats": lambda b, h, q, k: WEIGHTS[b, q] * 2 + jnp.abs(WEIGHTS[0, k]) > 0.01 * (q - k),
+    "booleans": lambda b, h, q, k: jnp.where(IDS[b, k] > 1, q > k, ~(k - q > 20) ^ (q < 7)),
+    "nothing": lambda b, h, q, k: q < 0,
+    "far": lambda b, h, q, k: (q - jnp.int32(2**31 - 1) < k) & (k - 2**30 < q),
+}
+TILES = {
+    "64x64": PrepassConfig(64, 64),
+    "192x96": PrepassConfig(192, 96),
+    "64x128-transposed": PrepassConfig(64, 128, transposed=True, splits_edges=True),
+    "32x48-transposed": PrepassConfig(32, 48, transposed=True),
+}
+
+
+def draw(head_dim: int = 8) -> list[jax.Array]:
+    """Returns query, key and value."""
+    random = np.random.default_rng(0)
+    shapes = ((B, T, N, head_dim), (B, S, K, head_dim), (B, S, K, head_dim))
+    return [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+
+def check_lists(mod: Mod, config: PrepassConfig, **options: Any) -> None:
+    """Compares what the prepass writes with the function of every pair, beside other arguments."""
+    spec, operands = canonicalize(*draw(), mask_mod=mod, **options)
+    plain, others = canonicalize(*draw(), **options)
+    lengths = options.get("query_seq_lengths", ())
+    shown = others._replace(query_seq_lengths=None)
+    seen = visible_pairs(plain, shown) & mods.of_pairs(mod)(*map(jnp.asarray, np.indices((B, N, T, S), np.int32)))
+    lists = prepass.tile_lists(spec, operands, config)
+    found = {name: np.asarray(x) for name in ("lists", "bits", "counts") if (x := getattr(lists, name)) is not None}
+    sizes = list_sizes(Problem.of(spec, operands), config)
+    emulated_prepass.compare(config, sizes, found, np.asarray(seen), [int(x) for x in lengths])
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Functions of users rely on JAX's promotion."""
+    emulated_ops.emulate(monkeypatch)
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("name", MODS)
+def test_lists_of_a_function(name: str, tiles: PrepassConfig) -> None:
+    check_lists(MODS[name], tiles)
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_lists_of_all_kinds_of_planes() -> None:
+    """Numbers of heads, queries, keys and distances, and tables, of entries and heads of their own, in one function."""
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        same = IDS[b, q] == IDS[b, k]
+        return (same & SHOWN[h, k - q + T] & (q - k < WINDOWS[h])) | BLOCKS[b, h, q // 16, k // 32] & ((q - k) % 3 == 0)
+
+    check_lists(mod, TILES["64x128-transposed"])
+
+
+# Arguments that hide pairs too.
+BESIDE: dict[str, dict[str, Any]] = {
+    "window": {"is_causal": True, "local_window_size": (70, None), "query_offset": jnp.array([20, -9])},
+    "lengths": {"query_seq_lengths": jnp.array([100, T]), "key_value_seq_lengths": jnp.array([S, 90])},
+    "ids": {"segment_ids": (IDS[:, :T] // 2, IDS // 2)},
+    "mask of heads": {"mask": jnp.asarray(_random.random((1, N, T, S)) < 0.7)},
+    "mask of key/value heads": {"mask": jnp.asarray(_random.random((B, K, T, S)) < 0.7)},
+    "mask of keys": {"mask": jnp.asarray(_random.random((B, 1, 1, S)) < 0.7)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(("name", "tiles"), [("windows", "64x128-transposed"), ("documents", "64x64")])
+def test_lists_of_a_function_beside_other_arguments(name: str, tiles: str, beside: str) -> None:
+    check_lists(MODS[name], TILES[tiles], **BESIDE[beside])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_a_function_gives_the_bits_of_a_mask(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, log-sum-exp and all gradients."""
+    emulated_ops.emulate(monkeypatch, arch)
+    shown = jnp.asarray(np.tri(T, S, dtype=bool))[None, None]
+    found = []
+    for options in ({"mask_mod": lambda b, h, q, k: q >= k}, {"mask": shown}):
+        spec, operands = canonicalize(*draw(64), deterministic=True, **options)
+        out, lse = cuda.forward(spec, operands)
+        gradients = cuda.backward(spec, operands, out, lse, jnp.ones_like(out), None)
+        found.append([out, lse, gradients.query, gradients.key, gradients.value])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("name", ["windows", "blocks"])
+def test_calls_of_a_function_of_heads(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a group have bits of their own, and share lists of queries."""
+    emulated_ops.emulate(monkeypatch, arch)
+    sinks = jnp.asarray([0.1, -0.3, 0.7, 0.2])
+    emulated_ops.compare_with_reference(*canonicalize(*draw(64), mask_mod=MODS[name], sinks=sinks))
+
+
+@pytest.mark.slow
+def test_few_queries_have_bits_of_rows() -> None:
+    query, key, value = draw(64)
+    spec, operands = canonicalize(query[:, :3], key, value, mask_mod=MODS["windows"])
+    out, _ = cuda.forward(spec, operands)
+    single = [x.astype(jnp.float32) for x in operands[:3]]
+    wanted, _ = attention_reference(spec, operands._replace(**dict(zip(QKV, single, strict=True))))
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(wanted), atol=2**-7)
