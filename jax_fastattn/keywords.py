@@ -92,7 +92,7 @@ PEERS = (
         "pass a bool array, True where the query may attend, as `mask`, and one to add as `bias`; flags, lengths and "
         "`segment_ids` are faster where they say it",
     ),
-    Row(("block_mask",), "FlexAttention", "pass the function that it is made of as `mask_mod`"),
+    Row(("block_mask",), "FlexAttention", "pass its function as `mask_mod`, or what `block_mask` returns"),
     Row(("attn_bias", "core_attention_bias", "ab"), "TransformerEngine, xFormers, Pallas", "pass `bias`"),
     Row(("alibi_slopes", "use_alibi_mask"), "flash-attn, TransformerEngine, cuDNN", _ALIBI),
     Row(

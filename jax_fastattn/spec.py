@@ -78,6 +78,8 @@ class Operands(NamedTuple):
         table_numbers: C floats that a function without code captures, one array after the other.
         head_integers, query_integers, key_integers, distance_integers, table_integers: the same of integers and
             booleans.
+        forward_lists, forward_bits, backward_lists, backward_bits, backward_counts, dq_lists, dq_bits: what prepasses
+            write, of a `BlockMask`; see `AttentionSpec.kept`.
     """
 
     query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
@@ -103,6 +105,13 @@ class Operands(NamedTuple):
     key_integers: Annotated[jax.Array | None, Operand("bnPS", "int32")] = None
     distance_integers: Annotated[jax.Array | None, Operand("bnPU", "int32")] = None
     table_integers: Annotated[jax.Array | None, Operand("bnC", "int32")] = None
+    forward_lists: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    forward_bits: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    backward_lists: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    backward_bits: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    backward_counts: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    dq_lists: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    dq_bits: Annotated[jax.Array | None, Operand("L", "int32")] = None
 
     def present(self) -> tuple[str, ...]:
         """Returns the names of the operands that are not None, in order."""
@@ -124,6 +133,7 @@ OPERANDS: dict[str, Operand] = {
 DIFFERENTIABLE = tuple(name for name, x in OPERANDS.items() if x.differentiable)
 QKV = tuple(name for name, x in OPERANDS.items() if x.dtype == "query")
 PLANES = tuple(name for name in OPERANDS if name.endswith(("_numbers", "_integers")))
+KEPT_LISTS = tuple(name for name, x in OPERANDS.items() if x.axes == "L")
 
 # They are gradients of the operands, in their shapes; None is absent. Gradients of QKV have the dtype of the query. All
 # others have the dtype of the logits, since the ops may have to add up several before they round.
@@ -182,6 +192,8 @@ class AttentionSpec:
             pass takes output and log-sum-exp of all of them.
         score_mod: what becomes of a scaled, biased logit before the soft cap; None leaves it.
         mask_mod: which pairs count, besides all other conditions; None is all.
+        kept: for each prepass whose lists are operands, the `PrepassConfig` with the tiles, the scalars of
+            `visits.lists.Planes`, and the names of these operands. A call with other tiles or sizes ignores them.
     """
 
     scale: float
@@ -196,6 +208,7 @@ class AttentionSpec:
     is_part: bool = False
     score_mod: Program | None = None
     mask_mod: Program | None = None
+    kept: tuple[Any, ...] = ()
 
     @property
     def has_programs(self) -> bool:

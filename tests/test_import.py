@@ -165,7 +165,7 @@ def test_messages_name_only_packages_that_an_index_has(monkeypatch: pytest.Monke
 
 def test_public_names() -> None:
     ours = ["attention", "attention_varlen", "explain", "paged_attention", "register_ffi_targets", "target_arch"]
-    ours += ["and_masks", "causal", "or_masks"]
+    ours += ["and_masks", "block_mask", "causal", "or_masks"]
     ours += ["all_to_all_attention", "positions", "ring_attention", "unzigzag", "zigzag"]
     assert sorted(jax_fastattn.__all__) == sorted(ours)
     assert all(callable(getattr(jax_fastattn, name)) for name in jax_fastattn.__all__)

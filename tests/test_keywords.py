@@ -22,6 +22,7 @@ from jax_fastattn import (
     and_masks,
     attention,
     attention_varlen,
+    block_mask,
     explain,
     keywords,
     or_masks,
@@ -120,7 +121,7 @@ def test_signatures_and_pickles_are_those_of_the_function(function: Any) -> None
     """Flax chooses by `inspect.signature` what it passes, and `jax.jit` what is static."""
     kinds = [x.kind for x in inspect.signature(function).parameters.values()]
     assert (inspect.Parameter.VAR_POSITIONAL in kinds) == (function in (and_masks, or_masks))
-    takes_options = function in (explain, flax.attention_fn, flax.bind)
+    takes_options = function in (block_mask, explain, flax.attention_fn, flax.bind)
     assert (inspect.Parameter.VAR_KEYWORD in kinds) == takes_options
     assert pickle.loads(pickle.dumps(function)) is function
     assert function.__doc__

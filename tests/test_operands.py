@@ -16,7 +16,7 @@ import pytest
 from jax_fastattn.canonical import batched, packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import batching
-from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, PLANES, QKV, AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, KEPT_LISTS, OPERANDS, PLANES, QKV, AttentionSpec, Operands
 from jax_fastattn.testing import compare
 
 KINDS = ("head", "query", "key", "distance", "table")
@@ -54,6 +54,7 @@ def test_what_is_derived_from_the_table() -> None:
 def test_letters_of_the_axes() -> None:
     letters = ["BTNH", "BSKH", "BSKD", "BNTS", "BNTS", "B", "B", "B", "BT", "BS", "BN", "BN", "BMR"]
     letters += ["BNP", "BNPT", "BNPS", "BNPU", "BNC"] * 2
+    letters += ["L"] * len(KEPT_LISTS)
     assert [x.letters for x in OPERANDS.values()] == letters
 
 

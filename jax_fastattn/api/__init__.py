@@ -3,6 +3,7 @@
 """The public functions, a file for each layout of sequences; `jax_fastattn` hands them on."""
 
 from jax_fastattn.api.batched import attention
+from jax_fastattn.api.block_mask import block_mask
 from jax_fastattn.api.explain import explain
 from jax_fastattn.api.masks import and_masks, causal, or_masks
 from jax_fastattn.api.packed import attention_varlen
@@ -14,6 +15,7 @@ __all__ = [
     "and_masks",
     "attention",
     "attention_varlen",
+    "block_mask",
     "causal",
     "explain",
     "or_masks",

@@ -16,6 +16,7 @@ from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.keywords import explained
 from jax_fastattn.ops import call_sites, vjp
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import Implementation
 
 
@@ -79,7 +80,7 @@ def attention(
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
     score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
+    mask_mod: MaskMod | BlockMask | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes exact scaled dot-product attention, as `jax.nn.dot_product_attention` does, with more features.
 
@@ -141,7 +142,8 @@ def attention(
             are int32 indices of `query` and `key`. Arrays that it captures are data, and differentiable;
             docs/programs.md has recipes. Default: None.
         mask_mod: `mask_mod(b, h, q, k)`, a JAX function of scalars that returns whether a pair counts, besides all
-            other conditions; see `and_masks`, `or_masks` and `causal`. Default: None.
+            other conditions; see `and_masks`, `or_masks` and `causal`. Or what `block_mask` returns, which holds all
+            that hides pairs. Default: None.
 
     Returns:
         The output `[B, T, N, D]` (`[T, N, D]` for unbatched input) in the dtype of `query`; with `return_residual`,

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 import jax
 from jax.typing import ArrayLike
 
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import Implementation
 
 Window = int | tuple[int | None, int | None] | None
@@ -43,7 +44,14 @@ class BatchedOptions(DenseOptions, total=False):
     """Keyword arguments of `attention`."""
 
     score_mod: ScoreMod | None
-    mask_mod: MaskMod | None
+    mask_mod: MaskMod | BlockMask | None
+
+
+class BlockMaskOptions(DenseOptions, total=False):
+    """Keyword arguments of `block_mask`, which are arguments of the calls that share its result."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | None
 
 
 class PackedOptions(Options, total=False):

@@ -37,6 +37,7 @@ def resolve(
     deterministic: Any = False,
     score_mod: Program | None = None,
     mask_mod: Program | None = None,
+    kept: tuple[Any, ...] = (),
 ) -> tuple[AttentionSpec, AnyOperands]:
     """Returns the static facts of a call with defaults filled in, and operands that agree with them."""
     head_dim = operands.query.shape[-1]
@@ -59,6 +60,7 @@ def resolve(
         present=operands.present(),
         score_mod=score_mod,
         mask_mod=mask_mod,
+        kept=kept,
     )
     return spec, operands
 

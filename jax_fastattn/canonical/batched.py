@@ -10,6 +10,7 @@ import jax
 
 from jax_fastattn.canonical import arguments, validation
 from jax_fastattn.canonical.programs import programs
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands
 
 
@@ -31,34 +32,87 @@ def canonicalize(
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention` and gives them canonical shapes."""
     axes, (q, k, v) = arguments.check_qkv(query, key, value, packed=False)
-    batch, batched = axes["B"], arguments.is_batched(query)
-
-    def per_batch(name: str, x: Any) -> jax.Array:
-        x = arguments.to_int32(validation.as_integers(name, x))
-        x = x if batched or x.ndim else x[None]
-        axes.bind(name, x, OPERANDS[name].letters)
-        return x
-
-    query_ids, key_ids = _check_segment_ids(axes, segment_ids, batched)
-    offset, static = arguments.near_offset(axes, arguments.offset_per_batch(query_offset, batch), static)
+    hiding = {
+        "mask": mask,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+        "query_offset": query_offset,
+    }
+    batched = arguments.is_batched(query)
     found, planes = programs(axes, q.dtype, score_mod, mask_mod)
+    if isinstance(mask_mod, BlockMask):
+        predicate, static = _of_block_mask(mask_mod, axes, hiding, static)
+        found["kept"] = mask_mod.kept
+    else:
+        predicate, static = _predicate(axes, batched, hiding, static)
     operands = Operands(
         query=q,
         key=k,
         value=v,
         bias=arguments.plane(axes, "bias", bias, batched),
-        mask=arguments.plane(axes, "mask", mask, batched),
-        query_seq_lengths=None if query_seq_lengths is None else per_batch("query_seq_lengths", query_seq_lengths),
-        key_value_seq_lengths=(
-            None if key_value_seq_lengths is None else per_batch("key_value_seq_lengths", key_value_seq_lengths)
-        ),
-        query_offset=offset,
-        query_segment_ids=query_ids,
-        key_value_segment_ids=key_ids,
         sinks=None if sinks is None else arguments.check_sinks(axes, sinks, q.dtype),
+        **predicate,
         **planes,
     )
     return arguments.resolve(operands, **static, **found)
+
+
+def _predicate(
+    axes: validation.Axes, batched: bool, hiding: dict[str, Any], static: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the operands that hide pairs, by name, and the static arguments of the call."""
+
+    def per_batch(name: str) -> jax.Array | None:
+        if hiding[name] is None:
+            return None
+        x = arguments.to_int32(validation.as_integers(name, hiding[name]))
+        x = x if batched or x.ndim else x[None]
+        axes.bind(name, x, OPERANDS[name].letters)
+        return x
+
+    query_ids, key_ids = _check_segment_ids(axes, hiding["segment_ids"], batched)
+    offset = arguments.offset_per_batch(hiding["query_offset"], axes["B"])
+    offset, static = arguments.near_offset(axes, offset, static)
+    found = {
+        "mask": arguments.plane(axes, "mask", hiding["mask"], batched),
+        "query_seq_lengths": per_batch("query_seq_lengths"),
+        "key_value_seq_lengths": per_batch("key_value_seq_lengths"),
+        "query_offset": offset,
+        "query_segment_ids": query_ids,
+        "key_value_segment_ids": key_ids,
+    }
+    return found, static
+
+
+def _of_block_mask(
+    mask: BlockMask, axes: validation.Axes, hiding: dict[str, Any], static: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what `_predicate` does, of a block mask, which holds all that hides pairs."""
+    window = validation.check_window(static.get("local_window_size"))
+    given = {name for name, x in hiding.items() if x is not None and not (name == "query_offset" and _is_zero(x))}
+    given |= {"local_window_size"} if window != (None, None) else set()
+    given |= {"is_causal"} if validation.check_flag("is_causal", static.get("is_causal", False)) else set()
+    if given:
+        name = min(given)
+        raise ValueError(
+            f"`{name}` is given with a BlockMask, which holds all that hides pairs; pass it to `block_mask`"
+        )
+    sizes = axes["B"], axes["N"], axes["T"], axes["S"]
+    if mask.sizes != sizes:
+        raise ValueError(
+            f"`mask_mod` is a BlockMask for {_in_words(mask.sizes)}, and the call has {_in_words(sizes)}; make one for "
+            "these sizes with `block_mask`"
+        )
+    return {**mask.operands, **mask.lists}, static | {"is_causal": mask.is_causal, "local_window_size": mask.window}
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, int) and x == 0
+
+
+def _in_words(sizes: tuple[int, ...]) -> str:
+    return "B = {}, N = {}, T = {}, S = {}".format(*sizes)
 
 
 def _check_segment_ids(

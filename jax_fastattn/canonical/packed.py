@@ -14,6 +14,7 @@ from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, validation
 from jax_fastattn.canonical.programs import programs
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import AttentionSpec, Operands
 
 
@@ -31,6 +32,8 @@ def canonicalize(
     **static: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `api.attention_varlen`; packed tokens become one batch entry."""
+    if isinstance(mask_mod, BlockMask):
+        raise TypeError("`mask_mod` is a BlockMask, which `attention` alone takes; pass the function")
     axes, (q, k, v) = arguments.check_qkv(query, key, value, packed=True)
     starts_q = arguments.to_int32(validation.as_integers("cu_seqlens_q", cu_seqlens_q))
     starts_k = arguments.to_int32(validation.as_integers("cu_seqlens_k", cu_seqlens_k))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_fastattn.canonical.validation import Axes
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.function import Function, Program
@@ -22,22 +23,30 @@ from jax_fastattn.programs.lower import Cut, NoCodeError, lower_mask, lower_scor
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, Graph, trace_call
 
 
-def programs(
-    axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any
-) -> tuple[dict[str, Program | None], dict[str, jax.Array]]:
+def programs(axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Returns the programs by the names that a spec has for them, and operands by name.
 
     Args:
         axes: the sizes of the call.
         dtype: the dtype of the query.
+        score_mod, mask_mod: functions, or a `BlockMask` in the place of the latter.
     """
     if score_mod is None and mask_mod is None:
         return {}, {}
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
     score, of_score = _program("score_mod", score_mod, sizes, wide)
-    mask, of_mask = _program("mask_mod", mask_mod, sizes, wide)
-    arrays = of_score, [lax.stop_gradient(x) for x in of_mask]
-    return {"score_mod": score, "mask_mod": mask}, planes.stack((score, mask), arrays)
+    if isinstance(mask_mod, BlockMask):
+        mask, of_mask = mask_mod.program, [lax.stop_gradient(x) for x in mask_mod.planes]
+    else:
+        mask, of_mask = mask_planes(axes, dtype, mask_mod)
+    return {"score_mod": score, "mask_mod": mask}, planes.stack((score, mask), (of_score, of_mask))
+
+
+def mask_planes(axes: Axes, dtype: Any, mask_mod: Any) -> tuple[Program | None, list[jax.Array]]:
+    """Returns the program of a mask function, and the planes `[b, n, L]` that it reads; see `programs`."""
+    wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
+    program, found = _program("mask_mod", mask_mod, sizes, wide)
+    return program, [lax.stop_gradient(x) for x in found]
 
 
 def _program(

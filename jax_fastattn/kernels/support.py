@@ -164,8 +164,10 @@ def describe_lists(problem: Problem, arch: str, *, has_gradient: bool = True) ->
             sizes = list_sizes(problem, config)
             side = "queries" if config.transposed else "keys"
             planes = sizes.batch * sizes.heads
+            kept = [tiles for tiles, *_ in problem.spec.kept]
+            source = ", kept" if config in kept else ", made in the call, since kept ones have other tiles" * bool(kept)
             found.append(
                 f"{kernel.op}: lists of {side} for tiles {config.rows} x {config.keys}, "
-                f"{planes} plane{'s' * (planes > 1)} of bits"
+                f"{planes} plane{'s' * (planes > 1)} of bits{source}"
             )
     return f"a prepass evaluates `mask_mod` ({'; '.join(found)})"

@@ -23,6 +23,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_fastattn.spec import OPERANDS, is_known
 
+REFUSED = (
+    "`block_mask` and the lists of a BlockMask cannot be mapped by `jax.vmap`; make one BlockMask for all examples "
+    "outside of it, or pass the function as `mask_mod`"
+)
+
 # If V becomes query heads, these operands may be mapped. Their head axes are here.
 HEAD_AXIS = {name: x.axes.upper().index("N") for name, x in OPERANDS.items() if "N" in x.axes.upper()}
 
@@ -62,6 +67,10 @@ class Fold:
         An operand that is the same for all of V and B keeps its size of 1 if it `may_broadcast` and its `axes`, as
         `spec.Operand` has them, let it.
         """
+        if axes == "L":  # lists that are kept have no batch axis
+            if is_mapped:
+                raise NotImplementedError(REFUSED)
+            return x
         if not is_mapped:
             if may_broadcast and axes[0] == "b" and x.shape[0] == 1:
                 return x

@@ -27,6 +27,10 @@ def with_bias(names: dict[str, Any], bias: Any = None, **options: Any) -> jax.Ar
     return names["attention"](*(names[x] for x in "qkv"), bias, **options)
 
 
+def with_query(names: dict[str, Any], query: Any, **options: Any) -> jax.Array:
+    return names["attention"](query, names["k"], names["v"], **options)
+
+
 def test_alibi_is_a_bias(names: dict[str, Any]) -> None:
     slopes, positions = names["slopes"], jnp.arange(names["T"], dtype=jnp.float32)
 
@@ -66,6 +70,13 @@ def test_masks_are_masks(names: dict[str, Any]) -> None:
         np.testing.assert_allclose(names["masked"][name], with_bias(names, mask=jnp.asarray(mask)[:, None]), atol=1e-5)
     chosen = jnp.repeat(jnp.repeat(names["chosen"], 8, axis=2), 8, axis=3)
     np.testing.assert_allclose(names["sparse"], with_bias(names, mask=chosen), atol=1e-5)
+
+
+def test_kept_lists_are_those_of_the_function(names: dict[str, Any]) -> None:
+    x = names["q"]
+    for _ in range(3):
+        x = with_query(names, x, is_causal=True, local_window_size=(31, None))
+    np.testing.assert_allclose(names["kept"], x, atol=1e-5)
 
 
 def test_explain_says_what_the_page_says(names: dict[str, Any]) -> None:

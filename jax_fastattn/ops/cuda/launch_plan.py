@@ -17,7 +17,7 @@ from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda.bias import bias_operands
 from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_blocks
-from jax_fastattn.ops.cuda.prepass import PREDICATE, TileLists, tile_lists
+from jax_fastattn.ops.cuda.prepass import REPLACED, TileLists, kept_lists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
@@ -67,7 +67,7 @@ class LaunchPlan:
         arrays |= bias_operands(kernel, arrays.pop("bias"), problem.key_length, problem.spec.scale)
         found = _lists(kernel, problem.spec, operands, kept)
         if found:
-            arrays = {name: x for name, x in arrays.items() if name not in PREDICATE or getattr(kernel, name, False)}
+            arrays = {name: x for name, x in arrays.items() if name not in REPLACED or getattr(kernel, name, False)}
         for lists in found:
             arrays |= lists.buffers()
         if not kernel.classifies_keys:
@@ -137,6 +137,9 @@ def _lists(
 ) -> list[TileLists | RowBitsArrays]:
     """Returns the bits or lists that a launch has in place of the predicate; none if it has neither."""
     found: list[TileLists | RowBitsArrays] = [row_bits(spec, operands)] if kernel.row_bits else []
+    kept = [*kept, *kept_lists(spec, operands)]
+    if kernel.classifies_keys:  # lists that are kept have no classes
+        kept = [lists for lists in kept if lists.config.transposed or lists.classes is not None]
     if kernel.listed or kernel.row_bits:
         found += [tile_lists(spec, operands, config, kept) for config in prepass_configs(kernel)]
     return found

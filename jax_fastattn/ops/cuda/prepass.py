@@ -9,6 +9,7 @@ architecture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
 from jax_fastattn.ops.cuda.launch import launch
 from jax_fastattn.programs.planes import places
-from jax_fastattn.spec import PLANES, AttentionSpec, Operands, Problem
+from jax_fastattn.spec import KEPT_LISTS, PLANES, AttentionSpec, Operands, Problem
 
 # Lists stand for these operands.
 PREDICATE = (
@@ -36,6 +37,9 @@ PREDICATE = (
     "query_offset",
     *PLANES,
 )
+
+# A launch with lists takes none of these as they are.
+REPLACED = (*PREDICATE, *KEPT_LISTS)
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +101,7 @@ def tile_lists(
     results = {name: buffer.dtype for name, buffer in buffers.items() if buffer.role != "operand"}
     arrays = _arrays(operands)
     shapes = layout.shapes(config, sizes)
-    planes = (*_planes(operands, sizes), int(not is_one_row(problem, config)))
+    planes = planes_of(problem, config)
     for lists in kept:
         if lists.config == config:
             return _checked(lists, shapes, planes)
@@ -127,14 +131,29 @@ def _checked(lists: TileLists, shapes: Mapping[str, tuple[int, ...]], planes: tu
     return lists
 
 
-def _planes(operands: Operands, sizes: layout.Sizes) -> tuple[int, int, int]:
-    """Returns how far planes of bits lie apart for batch entries, query heads and key/value heads."""
-    per_head = sizes.heads > 1
-    each_query_head = sizes.heads == operands.query.shape[2]
+def kept_lists(spec: AttentionSpec, operands: Operands) -> list[TileLists]:
+    """Returns the lists among the operands that have the sizes of a call, which may be one device's share."""
+    problem, found = Problem.of(spec, operands), list[TileLists]()
+    for config, planes, names in spec.kept:
+        shapes = layout.shapes(config, list_sizes(problem, config))
+        expected = [shapes[name] for name in ("lists", "bits", "counts") if name in shapes]
+        arrays = [getattr(operands, name) for name in names]
+        fits = all(x.size == math.prod(shape) for x, shape in zip(arrays, expected, strict=True))
+        if fits and planes == planes_of(problem, config):
+            shaped = (x.reshape(shape) for x, shape in zip(arrays, expected, strict=True))
+            found.append(TileLists(config, planes, *shaped))
+    return found
+
+
+def planes_of(problem: Problem, config: PrepassConfig) -> tuple[int, int, int, int]:
+    """Returns the scalars of `visits.lists.Planes`, see `TileLists`."""
+    sizes = list_sizes(problem, config)
+    per_head, each_query_head = sizes.heads > 1, sizes.heads == problem.num_heads
     return (
         sizes.heads if sizes.batch > 1 else 0,
         int(per_head and each_query_head),
         int(per_head and not each_query_head),
+        int(not is_one_row(problem, config)),
     )
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,11 +21,13 @@ import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import list_sizes
+from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
+from jax_fastattn.ops import block_mask
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda import prepass
 from jax_fastattn.reference import attention_reference, visible_pairs
-from jax_fastattn.spec import QKV, Problem
+from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 B, T, S, N, K = 2, 133, 201, 4, 2
 
@@ -67,15 +70,31 @@ def draw(head_dim: int = 8) -> list[jax.Array]:
     return [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
-def check_lists(mod: Mod, config: PrepassConfig, **options: Any) -> None:
-    """Compares what the prepass writes with the function of every pair, beside other arguments."""
+def by_prepass(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> list[jax.Array]:
+    """Returns lists, bits and counts."""
+    lists = prepass.tile_lists(spec, operands, config)
+    return [x for x in (lists.lists, lists.bits, lists.counts) if x is not None]
+
+
+def xla_lists(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> list[jax.Array]:
+    """Returns lists, bits and counts of a `BlockMask`."""
+    names = [name for name in prepass.PREDICATE if getattr(operands, name) is not None]
+    shapes = tuple((name, getattr(operands, name).shape, "bfloat16") for name in QKV)
+    make = functools.partial(block_mask.by_xla, names=names, shapes=shapes, spec=spec, config=config)
+    found = jax.jit(make)(*(getattr(operands, name) for name in names))
+    wanted = layout.shapes(config, list_sizes(Problem.of(spec, operands), config))
+    return [x.reshape(wanted[name]) for x, name in zip(found, ("lists", "bits", "counts"), strict=False)]
+
+
+def check_lists(mod: Mod, config: PrepassConfig, by: Any = by_prepass, **options: Any) -> None:
+    """Compares what the prepass writes with the function of every pair, with other arguments."""
     spec, operands = canonicalize(*draw(), mask_mod=mod, **options)
     plain, others = canonicalize(*draw(), **options)
     lengths = options.get("query_seq_lengths", ())
     shown = others._replace(query_seq_lengths=None)
     seen = visible_pairs(plain, shown) & mods.of_pairs(mod)(*map(jnp.asarray, np.indices((B, N, T, S), np.int32)))
-    lists = prepass.tile_lists(spec, operands, config)
-    found = {name: np.asarray(x) for name in ("lists", "bits", "counts") if (x := getattr(lists, name)) is not None}
+    made = by(spec, operands, config)
+    found = {name: np.asarray(x) for name, x in zip(("lists", "bits", "counts"), made, strict=False)}
     sizes = list_sizes(Problem.of(spec, operands), config)
     emulated_prepass.compare(config, sizes, found, np.asarray(seen), [int(x) for x in lengths])
 
@@ -108,7 +127,7 @@ def test_lists_of_all_kinds_of_planes() -> None:
 
 
 # Arguments that hide pairs too.
-BESIDE: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "window": {"is_causal": True, "local_window_size": (70, None), "query_offset": jnp.array([20, -9])},
     "lengths": {"query_seq_lengths": jnp.array([100, T]), "key_value_seq_lengths": jnp.array([S, 90])},
     "ids": {"segment_ids": (IDS[:, :T] // 2, IDS // 2)},
@@ -119,10 +138,19 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("others", OTHERS)
 @pytest.mark.parametrize(("name", "tiles"), [("windows", "64x128-transposed"), ("documents", "64x64")])
-def test_lists_of_a_function_beside_other_arguments(name: str, tiles: str, beside: str) -> None:
-    check_lists(MODS[name], TILES[tiles], **BESIDE[beside])
+def test_lists_of_a_function_with_other_arguments(name: str, tiles: str, others: str) -> None:
+    check_lists(MODS[name], TILES[tiles], **OTHERS[others])
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("others", ["nothing", *OTHERS])
+def test_xla_makes_the_same_lists(others: str, tiles: PrepassConfig) -> None:
+    """Those of a `BlockMask` that is lowered for another platform."""
+    options = OTHERS.get(others, {})
+    for name in ("windows", "documents", "far"):
+        check_lists(MODS[name], tiles, by=xla_lists, **options)
 
 
 @pytest.mark.slow
