@@ -62,9 +62,9 @@ def poison(
 def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns which queries see a key, `[B, T, n]`; which keys a query sees, `[B, S, k]`; and the pairs `[B, n, T, S]`.
 
-    With a mask, n and k are axes of heads. Without one their size is 1, since all heads see the same.
+    With a mask or a function, n and k are axes of heads. Else their size is 1, since all heads see the same.
     """
-    if operands.mask is None:
+    if operands.mask is None and spec.mask_mod is None:
         operands = operands._replace(query=operands.query[:, :, :1], key=operands.key[:, :, :1])
     pairs = visible_pairs(spec, operands)
     batch, num_heads, _, key_length = pairs.shape

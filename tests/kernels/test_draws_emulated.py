@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.combinations import features_of
+from jax_fastattn.testing.mask_functions import has_random_mask
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -50,6 +51,12 @@ def test_samples_have_masks_ids_and_biases(arch: str) -> None:
         features = [features_of(case) for case in emulated_draws.draws(seed, DRAWS, arch)]
         assert [bool(has & {"mask", "ids"}) for has in features] == [True, False] * (DRAWS // 2)
         assert {"mask", "ids", "bias"} < set().union(*features)
+
+
+def test_samples_have_functions() -> None:
+    for arch in emulated_draws.ARCHS:
+        found = [has_random_mask(case) for case in emulated_draws.draws(34, 24, arch) if case.packed is None]
+        assert 6 <= sum(found) <= len(found) - 6
 
 
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])
