@@ -46,9 +46,9 @@ import numpy as np
 from jax_fastattn import packed
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.paged import PagedOperands
-from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.code import Code, Place, places
+from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.function import HARMLESS
-from jax_fastattn.programs.planes import Place, places
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 
 
@@ -189,7 +189,7 @@ def _of_pairs(
     assert program is not None
     planes = [read(place) for place in places((spec.score_mod, spec.mask_mod))[number]]
     if isinstance(program, Code):
-        return jnp.broadcast_to(program.evaluate(leaves, planes, 1)[0], shape)
+        return jnp.broadcast_to(evaluate_code(program, leaves, planes, 1)[0], shape)
     return program.evaluate(shape, leaves, planes, visible)
 
 

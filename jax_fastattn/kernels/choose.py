@@ -23,7 +23,7 @@ from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.programs.code import Code as Program
-from jax_fastattn.programs.planes import places
+from jax_fastattn.programs.code import places
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # The Hopper forward has configs of its own up to these T and S, where a row has few tiles.

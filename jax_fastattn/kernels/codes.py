@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax_fastattn.programs.code import Code as Program
-from jax_fastattn.programs.planes import Place
+from jax_fastattn.programs.code import Place
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from jax_fastattn.kernels.choose import (
 from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, staged_places
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.programs.code import Code
-from jax_fastattn.programs.planes import places
+from jax_fastattn.programs.code import Code, places
 from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16")

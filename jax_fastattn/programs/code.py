@@ -5,19 +5,16 @@
 A code has no array in it, is equal for equal functions, and is part of what a call fixes. It knows neither batch entry
 nor head, which are indices of planes: `vmap` and meshes renumber both.
 
-What stays out: how a function becomes a code (`lower.py`), and how planes are computed (`planes.py`).
+What stays out: how a function becomes a code (`lower.py`), how it is evaluated in JAX (`evaluation.py`), and how planes
+are computed (`planes.py`). A process that compiles kernels reads codes, and imports no JAX.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
+from typing import Any, Literal, Protocol
 
 Kind = Literal["head", "query", "key", "distance", "table"]
 Instruction = tuple[Any, ...]
@@ -65,38 +62,8 @@ class Code:
         lines = [f"{i}:{dtype} = {' '.join(map(str, x))}" for i, (dtype, x) in found]
         return "; ".join([*lines, f"return {' '.join(map(str, self.results))}"])
 
-    def evaluate(self, leaves: Mapping[str, Any], planes: Sequence[Any], count: int | None = None) -> list[Any]:
-        """Returns the first `count` results (None is all), of numbers or of arrays that broadcast.
-
-        Args:
-            leaves: "query" and "key", and "score" of a score function.
-            planes: each plane where it is read; of a table, a function from an index to numbers.
-        """
-        floats = leaves["score"].dtype if "score" in leaves else jnp.float32
-        dtypes = {"f": floats, "i": jnp.int32, "b": jnp.bool_}
-        values: list[Any] = [None] * len(self.instructions)
-        results = self.results[:count]
-        needed = self._needed(results)
-        for i in sorted(needed):
-            op, *operands = self.instructions[i]
-            if op == "score":
-                values[i] = leaves["score"]
-            elif op == "const":
-                values[i] = np.asarray(parsed(self.dtypes[i], operands[0]), dtypes[self.dtypes[i]])
-            elif op == "plane":
-                values[i] = planes[operands[0]]
-            elif op == "table":
-                values[i] = planes[operands[0]](values[operands[1]])
-            elif op == "affine":
-                a, b, c = (np.int32(x) for x in operands)
-                values[i] = a * leaves["query"] + b * leaves["key"] + c
-            elif op == "to_float":
-                values[i] = values[operands[0]].astype(floats)
-            else:
-                values[i] = _APPLY[op](*_same_shape([values[x] for x in operands]))
-        return [None if x < 0 else values[x] for x in results]
-
-    def _needed(self, results: Sequence[int]) -> set[int]:
+    def needed(self, results: Sequence[int]) -> set[int]:
+        """Returns the values that some results need."""
         needed, ahead = set[int](), [x for x in results if x >= 0]
         while ahead:
             i = ahead.pop()
@@ -106,15 +73,46 @@ class Code:
         return needed
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an operand has a plane.
+
+    Attributes:
+        operand: name of the operand, see `spec.Operands`.
+        start: number of the plane in the stack, or of the first element of a table.
+    """
+
+    operand: str
+    start: int
+    plane: Plane
+
+
+class HasPlanes(Protocol):
+    """A code, or another program."""
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        """What it reads."""
+        ...
+
+
+def places(programs: Sequence[HasPlanes | None]) -> list[list[Place]]:
+    """Returns where the planes of each program are, in the order in which `stack` puts them."""
+    taken: dict[str, int] = {}
+    found: list[list[Place]] = []
+    for program in programs:
+        found.append([])
+        for plane in program.planes if program is not None else ():
+            name = f"{plane.kind}_{'numbers' if plane.dtype == 'f' else 'integers'}"
+            found[-1].append(Place(name, taken.get(name, 0), plane))
+            taken[name] = taken.get(name, 0) + (plane.length if plane.kind == "table" else 1)
+    return found
+
+
 def operands_of(instruction: Instruction) -> tuple[int, ...]:
     """Returns the values that an instruction takes."""
     op, *operands = instruction
     return () if op in _LEAVES else tuple(operands[1:] if op == "table" else operands)
-
-
-def _same_shape(values: list[Any]) -> list[Any]:
-    shape = jnp.broadcast_shapes(*(np.shape(x) for x in values))
-    return [x if np.shape(x) == shape else jnp.broadcast_to(x, shape) for x in values]
 
 
 def parsed(dtype: str, text: str) -> Any:
@@ -168,7 +166,7 @@ class Builder:
     def code(self, results: Sequence[int], planes: Sequence[Plane]) -> Code:
         """Returns the code with these results, without what none of them needs."""
         whole = Code(tuple(self.instructions), "".join(self.dtypes), tuple(results), tuple(planes))
-        order = sorted(whole._needed(results))  # pyright: ignore[reportPrivateUsage] (of the same module)
+        order = sorted(whole.needed(results))
         number = {old: new for new, old in enumerate(order)} | {-1: -1}
 
         def renamed(instruction: Instruction) -> Instruction:
@@ -201,39 +199,3 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
 }
-
-_APPLY: dict[str, Callable[..., Any]] = {
-    "add": lax.add,
-    "sub": lax.sub,
-    "mul": lax.mul,
-    "div": lax.div,
-    "rem": lax.rem,
-    "neg": lax.neg,
-    "abs": lax.abs,
-    "max": lax.max,
-    "min": lax.min,
-    "sign": lax.sign,
-    "exp": lax.exp,
-    "exp2": lax.exp2,
-    "expm1": lax.expm1,
-    "log": lax.log,
-    "log1p": lax.log1p,
-    "tanh": lax.tanh,
-    "logistic": lax.logistic,
-    "sqrt": lax.sqrt,
-    "rsqrt": lax.rsqrt,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-    "xor": lax.bitwise_xor,
-    "not": lax.bitwise_not,
-    "eq": lax.eq,
-    "ne": lax.ne,
-    "lt": lax.lt,
-    "le": lax.le,
-    "gt": lax.gt,
-    "ge": lax.ge,
-    "select": lax.select_n,
-    "stop_gradient": lax.stop_gradient,
-    "to_int": lambda x: lax.convert_element_type(x, jnp.int32),
-}
-OPS = frozenset(_APPLY)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.programs.code import OPS, Builder, Code, Plane
+from jax_fastattn.programs.code import Builder, Code, Plane
+from jax_fastattn.programs.evaluation import OPS, evaluate_code
 from jax_fastattn.programs.facts import COMPARISONS, Facts, facts
 from jax_fastattn.programs.trace import DERIVATIVES, Graph, Value, trace
 
@@ -90,7 +91,7 @@ def _with_derivatives(code: Code, wide: Any) -> Code:
         def value(score: Any, moved: list[Any]) -> Any:
             given = dict(enumerate(planes)) | dict(zip(floats, moved, strict=True))
             leaves = {"score": score, "query": query, "key": key}
-            return code.evaluate(leaves, list(given.values()))[0]
+            return evaluate_code(code, leaves, list(given.values()))[0]
 
         found, (dscore, dplanes) = jax.value_and_grad(value, argnums=(0, 1))(score, [planes[i] for i in floats])
         return [found, dscore, *dplanes]

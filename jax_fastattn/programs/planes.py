@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,37 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_fastattn.programs.code import Plane
+from jax_fastattn.programs.code import places
 from jax_fastattn.programs.function import HARMLESS, Program
 from jax_fastattn.programs.lower import Cut
 from jax_fastattn.programs.trace import Graph, evaluate
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an operand has a plane.
-
-    Attributes:
-        operand: name of the operand, see `spec.Operands`.
-        start: number of the plane in the stack, or of the first element of a table.
-    """
-
-    operand: str
-    start: int
-    plane: Plane
-
-
-def places(programs: Sequence[Program | None]) -> list[list[Place]]:
-    """Returns where the planes of each program are, in the order in which `stack` puts them."""
-    taken: dict[str, int] = {}
-    found: list[list[Place]] = []
-    for program in programs:
-        found.append([])
-        for plane in program.planes if program is not None else ():
-            name = f"{plane.kind}_{'numbers' if plane.dtype == 'f' else 'integers'}"
-            found[-1].append(Place(name, taken.get(name, 0), plane))
-            taken[name] = taken.get(name, 0) + (plane.length if plane.kind == "table" else 1)
-    return found
 
 
 def own_sizes(programs: Sequence[Program | None], number: int, operands: Any) -> tuple[int, int]:

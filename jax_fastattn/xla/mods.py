@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastattn.heads import product_or_zero, split_heads
-from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.code import Code, Place, places
+from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.function import Program
-from jax_fastattn.programs.planes import Place, places
 from jax_fastattn.spec import AttentionSpec, Operands, is_known
 from jax_fastattn.xla.chunks import Index, Span
 
@@ -34,7 +34,7 @@ def counts(spec: AttentionSpec, operands: Operands, queries: Span, keys: Span, l
     block = Block(operands, queries, keys, lengths)
     planes = block.read(program, places((spec.score_mod, program))[1], operands._asdict())
     if isinstance(program, Code):
-        found = program.evaluate(block.leaves, planes)[0]
+        found = evaluate_code(program, block.leaves, planes)[0]
         return jnp.reshape(found, (1,) * 5) if jnp.ndim(found) == 0 else found
     return program.evaluate(block.shape, block.leaves, planes)
 
@@ -130,7 +130,7 @@ class ScoreMod:
     def _evaluate(self, count: int | None) -> list[Any]:
         assert isinstance(self.program, Code)
         leaves = self.block.leaves | {"score": self.score}
-        found = self.program.evaluate(leaves, self._planes(self.block.operands._asdict()), count)
+        found = evaluate_code(self.program, leaves, self._planes(self.block.operands._asdict()), count)
         return [None if x is None else jnp.broadcast_to(x, self.score.shape) for x in found]
 
     def value(self) -> jax.Array:

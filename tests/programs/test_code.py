@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.lower import NoCodeError, lower_mask, lower_score
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, trace_call
 
@@ -190,7 +191,7 @@ def test_values_and_derivatives_of_each_instruction(name: str) -> None:
 
     code, scores = score_code(mod), jnp.linspace(-0.95, 0.97, 12)
     leaves = {"score": scores, "query": jnp.int32(0), "key": jnp.int32(0)}
-    found = code.evaluate(leaves, [numbers[2]])
+    found = evaluate_code(code, leaves, [numbers[2]])
 
     def value(score: jax.Array, given: jax.Array) -> jax.Array:
         return mod(score, 0, 2, 0, 0, given)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_fastattn.programs import planes
+from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.lower import lower_mask, lower_score
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, trace_call
 
@@ -89,7 +90,7 @@ def by_brute_force(code: Any, arrays: list[jax.Array], leaves: dict[str, Any]) -
     for place in itertools.product(*map(range, SIZES)):
         values = [read(plane, x, *place) for plane, x in zip(code.planes, numbers, strict=True)]
         given = leaves | {"query": np.int32(place[2]), "key": np.int32(place[3])}
-        found.append(code.evaluate(given, values, 1)[0])
+        found.append(evaluate_code(code, given, values, 1)[0])
     return np.asarray(found).reshape(SIZES)
 
 

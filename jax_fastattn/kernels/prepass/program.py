@@ -19,8 +19,7 @@ from jax_fastattn.kernels.device import copies, instructions, ptx, wgmma
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
-from jax_fastattn.programs.code import Code, operands_of, parsed
-from jax_fastattn.programs.planes import Place
+from jax_fastattn.programs.code import Code, Place, operands_of, parsed
 
 # Positions are below 2^21 where there are lists (`MAX_TILES`), so that affine numbers with these factors and constants
 # are below `_FAR`, and differ from a number that is clamped to it by less than 2^31.

@@ -24,7 +24,7 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.cuda.compared import ComparedRowsArrays, compared_rows, narrow_ids
 from jax_fastattn.ops.cuda.launch import launch
-from jax_fastattn.programs.planes import places
+from jax_fastattn.programs.code import places
 from jax_fastattn.spec import KEPT_LISTS, PLANES, AttentionSpec, Operands, Problem
 
 # Lists stand for these operands.
