@@ -65,10 +65,11 @@ def _units(bounds: jax.Array, cotangents: jax.Array, values: jax.Array) -> jax.A
     log2_p = jnp.clip(both - _LOG2_DP, 0, _LOG2_P)
     # Neither V nor the cotangent overflows.
     log2_dp = jnp.minimum(both - log2_p, _TOP - _exponent(jnp.maximum(cotangents, values)))
-    one = jnp.ones(bounds.shape, bounds.dtype)
-    return jnp.stack(
-        [jnp.ldexp(one, log2_dp), jnp.ldexp(one, -log2_dp), log2_p.astype(one.dtype), jnp.ldexp(one, -log2_p)], axis=-1
-    )
+    # One fused loop writes all of them; a concatenation would be another one.
+    place, one = jnp.arange(4)[None, None], jnp.ones((*bounds.shape, 4), bounds.dtype)
+    log2_dp, log2_p = log2_dp[..., None], log2_p[..., None]
+    exponents = jnp.where(place == 0, log2_dp, jnp.where(place == 1, -log2_dp, -log2_p))
+    return jnp.where(place == 2, log2_p.astype(one.dtype), jnp.ldexp(one, exponents))
 
 
 def _exponent(x: jax.Array) -> jax.Array:
