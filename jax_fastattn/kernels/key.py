@@ -18,6 +18,9 @@ from jax_fastattn.kernels.codes import Code, Cost
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind
 
+# How kernels multiply operands.
+Products = Literal["native", "bf16x3"]
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -30,7 +33,9 @@ class KernelSpec:
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         operand_dtype: the dtype of Q, K, V and cotangents in memory, "bfloat16" or "float16".
-        head_dim, v_head_dim: multiples of 8, at most 256.
+        products: "native" multiplies operands as they are. With "bf16x3" operands are float32 in two bfloat16 terms,
+            side by side in each row: rounded elements, then rounded rests. A product is three of these terms.
+        head_dim, v_head_dim: multiples of `arguments/precision.head_dim_multiple`, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
@@ -87,6 +92,7 @@ class KernelSpec:
     dbias: bool = False
     splits_dbias: bool = False
     features: tuple[Code, ...] = ()
+    products: Products = "native"
     config: Any = None
 
     @property
@@ -102,7 +108,17 @@ class KernelSpec:
     @property
     def result_dtype(self) -> str:
         """The dtype of the output and of the gradients of Q, K and V."""
-        return self.operand_dtype
+        return self.operand_dtype if self.products == "native" else "float32"
+
+    @property
+    def terms(self) -> int:
+        """How many terms an operand has."""
+        return 1 if self.products == "native" else 2
+
+    @property
+    def row_columns(self) -> tuple[int, int]:
+        """How many columns of 16 bits a row of Q and K takes, and a row of V and dO. Results take as many."""
+        return self.terms * self.head_dim, self.terms * self.v_head_dim
 
     @property
     def has_gradient_units(self) -> bool:

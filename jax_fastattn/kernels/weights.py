@@ -8,10 +8,10 @@ A kernel makes one of these objects where a tile begins. So what rounds P knows 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 
-from jax_fastattn.kernels.device.mma import Accumulator, Fragment
-from jax_fastattn.kernels.device.products import LeftFactor, Words
+from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import Factor, FactorWords, LeftFactor, Pair, WarpgroupWords, Words
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
@@ -49,17 +49,17 @@ class Weights:
         """Turns products into P, and returns the sums of rows, see `Score.exponentials`."""
         return self.score.exponentials(self.acc, self.tile, maxima)
 
-    def pair(self, words: Words, i: int, *, floor: bool = False) -> Int32:
-        """Returns what a pair of P becomes. With a `floor` negative numbers become 0."""
-        return words.pair(self.acc[2 * i], self.acc[2 * i + 1], floor=floor)
+    def pair(self, words: Words, i: int) -> Pair:
+        """Returns what a pair of P becomes."""
+        return words.pair(self.acc[2 * i], self.acc[2 * i + 1])
 
-    def pairs(self, words: Words) -> list[Int32]:
+    def pairs(self, words: Words) -> list[Pair]:
         """Returns what all pairs of P become, if they are a list."""
         return [self.pair(words, i) for i in range(len(self.acc) // 2)]
 
     def weighed_pairs(
         self, words: Words, weigh: Callable[[int, Element], tuple[Float32, Float32]]
-    ) -> tuple[list[Int32], list[Int32]]:
+    ) -> tuple[list[Pair], list[Pair]]:
         """Returns what all pairs of P become, and pairs of their weights in dS, see `score.py`.
 
         Args:
@@ -73,11 +73,11 @@ class Weights:
                 found.append(words.pair(*numbers))
         return probabilities, weights
 
-    def fragment(self, words: Words, m: int, k: int) -> Fragment:
-        """Returns P of 16 rows and 16 columns as left factor of a warp's product, see `Words.fragment`."""
+    def fragment(self, words: FactorWords, m: int, k: int) -> Factor:
+        """Returns P of 16 rows and 16 columns as left factor of a warp's product, see `FactorWords.fragment`."""
         return words.fragment(lambda i: self.pair(words, i), self.tile.n_blocks, m, k)
 
-    def round(self, words: Words, into: LeftFactor, *, floor: bool = False) -> None:
-        """Makes P the left factor of a warpgroup's product; see `pair` for `floor`."""
+    def round(self, words: WarpgroupWords, into: LeftFactor, *, floor: bool = False) -> None:
+        """Makes P the left factor of a warpgroup's product. With a `floor` negative numbers become 0."""
         for i in range(cute.size(self.acc) // 2):
-            into.put(i, self.pair(words, i, floor=floor))
+            into.put(i, words.pair(self.acc[2 * i], self.acc[2 * i + 1], floor=floor))

@@ -245,6 +245,43 @@ def test_every_gpu_from_9_0_on_adds_four_floats_at_once(arch: str) -> None:
     assert adds_chunks(arch) == (int(arch.removeprefix("sm_").removesuffix("a")) >= 90)
 
 
+# Portable rows for float32 operands: each tiling once. None of them has local memory.
+SPLIT_ROWS = [
+    ("sm_80", "forward", (64, 64)),
+    ("sm_80", "forward", (96, 96)),
+    ("sm_80", "forward", (128, 128)),
+    ("sm_80", "forward", (192, 192)),
+    ("sm_80", "forward", (256, 256)),
+    ("sm_80", "backward", (64, 64)),
+    ("sm_80", "backward", (96, 96)),
+    ("sm_80", "backward", (128, 128)),
+    ("sm_80", "backward", (192, 192)),
+    ("sm_80", "backward", (256, 256)),
+    ("sm_86", "forward", (64, 64)),
+    ("sm_86", "forward", (128, 128)),
+    ("sm_86", "forward", (160, 160)),
+    ("sm_86", "backward", (64, 64)),
+    ("sm_86", "backward", (128, 128)),
+    ("sm_90a", "forward", (192, 192)),
+    ("sm_90a", "forward", (256, 256)),
+    ("sm_90a", "backward", (128, 128)),
+]
+
+
+@pytest.mark.parametrize(("arch", "op", "dims"), SPLIT_ROWS)
+def test_kernels_for_float32_fit(arch: str, op: str, dims: tuple[int, int]) -> None:
+    spec = _spec("sm80", op, arch, dims, {**CAUSAL, "products": "bf16x3"})
+    _assert_fits(spec, kept_resources(spec), 0)
+
+
+@pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 16)])
+def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
+    """The forward kernel of 32 rows a warp has local memory, and the kernel of the bias's gradient."""
+    features = {**CAUSAL, "bias": "matrix", "bias_dtype": "float32", "dbias": op == "backward", "products": "bf16x3"}
+    spec = _spec("sm80", op, "sm_80", (64, 64), features)
+    _assert_fits(spec, kept_resources(spec), local_bytes)
+
+
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
 HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),

@@ -141,7 +141,7 @@ class Buffers(NamedTuple):
     key_bias_parts: Annotated[Any, Buffer("operand", "bfloat16", needs="key_bias_parts", ops=_FORWARD)]
     row_bias: Annotated[Any, Buffer("operand", "float32", needs="row_bias", ops=_TILED)]
     added: Any
-    out: Annotated[Any, Buffer("result", ops=_ANSWER), Buffer("operand", ops=_BACKWARD)]
+    out: Annotated[Any, Buffer("result", ops=_ANSWER), Buffer("operand", dtype_of="result_dtype", ops=_BACKWARD)]
     lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_BACKWARD)]
     dout: Annotated[Any, Buffer("operand", ops=_BACKWARD)]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse", ops=_BACKWARD)]

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.decode.line import Entry, Line, Segment, Share, Unit
 from jax_fastattn.kernels.decode.merge import MergeMemory, SegmentMerge
 from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.products import Words, product_words
+from jax_fastattn.kernels.device.products import FactorWords, product_words
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
@@ -149,7 +149,7 @@ class DecodeRows:
         return self.line.spec
 
     @property
-    def words(self) -> Words:
+    def words(self) -> FactorWords:
         """The words that P becomes."""
         return product_words(self.spec)
 

@@ -7,7 +7,7 @@ loop carries it): element e of fragment (m, n) has index `(m * n_blocks + n) * 4
 `accumulator_row(m, e)` of the 2 m_blocks rows of which a lane holds a part. Layouts: `layout.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cutlass import Float32, Int32
@@ -32,9 +32,10 @@ def accumulator_row(m: int, element: int) -> int:
 def gemm(
     acc: Accumulator,
     shape: tuple[int, int, int],
-    load_a: Callable[[int, int], Fragment],
-    load_b: Callable[[int, int], Fragment],
+    load_a: Callable[[int, int], Any],
+    load_b: Callable[[int, int], Any],
     dtype: str,
+    terms: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Adds A B to acc. ptxas moves each ldmatrix ahead of the products that use it; prefetching here changed no code.
 
@@ -44,6 +45,7 @@ def gemm(
         load_a: (m, k) to the A fragment of block row m and k-step k.
         load_b: (n, k) to the B fragments of block columns n and n + 1 (n even), four registers.
         dtype: "bf16" or "f16".
+        terms: which terms of A and B are multiplied, if loaders return a list of terms.
     """
     m_blocks, n_blocks, k_steps = shape
     # Each access to a register tensor is two operations to compile, so only the first and the last step access it.
@@ -56,7 +58,10 @@ def gemm(
                 for half in range(2):
                     first = (m * n_blocks + n + half) * 4
                     c = sums[first] if k else [acc[first + e] for e in range(4)]
-                    sums[first] = ptx.mma(a[m], b[2 * half : 2 * half + 2], c, dtype=dtype)
+                    factors = [(a[m][i], b[j]) for i, j in terms] or [(a[m], b)]
+                    for left, right in factors:
+                        c = ptx.mma(left, right[2 * half : 2 * half + 2], c, dtype=dtype)
+                    sums[first] = c
                     if k == k_steps - 1:
                         for e, x in enumerate(sums[first]):
                             acc[first + e] = x

@@ -5,18 +5,29 @@
 Accumulators are float32. P, dS, the weights between them and results are made into words here and nowhere else. Two
 neighbors of an accumulator, elements 2 i and 2 i + 1, are pair i. Operands in memory are words already.
 
-`Words` is what a kernel asks. `Native` is its one implementation: two numbers of 16 bits a word, one product for each.
+`Words` is what a kernel asks, `FactorWords` what a kernel asks of factors. There are three implementations:
+
+- `Native` has two numbers of 16 bits a word, and one product for each.
+- `Split` has two numbers in two words: both in bfloat16, and what rounding has left of them. A product is three.
+- `Single` has a float32 number a word, and no products: results of split factors, and P on its way between warps.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx, wgmma
+from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.mma import Accumulator, Fragment
 from jax_fastattn.kernels.key import KernelSpec
+
+Pair = Any  # the word of a pair, or both of its words
+Factor = Any  # a fragment, or the fragments of both terms
+
+# The products of terms that count, the smallest first.
+_TERMS = ((0, 1), (1, 0), (0, 0))
 
 
 class LeftFactor(Protocol):
@@ -36,29 +47,66 @@ class LeftFactor(Protocol):
 
 
 class Words(Protocol):
-    """What numbers become, and how words are multiplied."""
+    """What numbers become.
 
-    def pair(self, low: Float32, high: Float32, *, floor: bool = False) -> Int32:
-        """Returns what two numbers become. With a `floor` negative ones become 0."""
+    If a pair has two words, `apart` says how many bytes the second one lies after the first one.
+    """
+
+    def columns(self, count: int) -> int:
+        """Returns how many columns of 16 bits numbers take that lie side by side."""
         ...
 
-    def numbers(self, word: Int32) -> list[Float32]:
+    def pair(self, low: Float32, high: Float32) -> Pair:
+        """Returns what two numbers become."""
+        ...
+
+    def numbers(self, pair: Pair) -> list[Float32]:
         """Returns the two numbers that a pair stands for."""
         ...
 
-    def store(self, address: Int32, word: Int32) -> None:
+    def store(self, address: Int32, pair: Pair, apart: int = 4) -> None:
         """Stores a pair to shared memory."""
         ...
 
-    def load(self, address: Int32) -> Int32:
+    def row_pairs(self, load: Callable[[Int32], list[Int32]], chunk: Int32, columns: int) -> list[Pair]:
+        """Returns the pairs of eight numbers of a row in memory.
+
+        Args:
+            load: returns the four words of the 16 bytes at an offset in the row.
+            chunk: which eight numbers.
+            columns: numbers of the row.
+        """
+        ...
+
+
+class MemoryWords(Words, Protocol):
+    """What numbers become that the next product does not take from registers: results, and P on its way."""
+
+    def select(self, condition: Boolean, pair: Pair) -> Pair:
+        """Returns the pair, or the pair of two zeros if the condition does not hold."""
+        ...
+
+    def load(self, address: Int32, apart: int = 4) -> Pair:
         """Loads a pair that `store` has stored."""
         ...
 
-    def left_factor(self, product: cute.TiledMma, shape: tuple[int, int]) -> LeftFactor:
-        """Returns registers for the left factor of a warpgroup's product, given its rows and columns."""
+
+class FactorWords(Words, Protocol):
+    """What numbers become, and how words are multiplied."""
+
+    def factor(
+        self, load: Callable[[int, int], Fragment], *, blocks: int = 0, steps: int = 0
+    ) -> Callable[[int, int], Factor]:
+        """Returns the loader of a factor, given the loader of its first term.
+
+        Args:
+            load: (m, k) or (n, k) to a fragment, see `mma.gemm`.
+            blocks: by how many blocks the second term lies after the first one, if there are two.
+            steps: by how many steps it does.
+        """
         ...
 
-    def fragment(self, word: Callable[[int], Int32], n_blocks: int, m: int, k: int) -> Fragment:
+    def fragment(self, word: Callable[[int], Pair], n_blocks: int, m: int, k: int) -> Factor:
         """Returns the A fragment of columns 16 k .. 16 k + 15 of block row m of an accumulator.
 
         Args:
@@ -73,10 +121,22 @@ class Words(Protocol):
         self,
         acc: Accumulator,
         shape: tuple[int, int, int],
-        load_a: Callable[[int, int], Fragment],
-        load_b: Callable[[int, int], Fragment],
+        load_a: Callable[[int, int], Factor],
+        load_b: Callable[[int, int], Factor],
     ) -> None:
         """Adds a product of a warp to its accumulator, see `mma.gemm`."""
+        ...
+
+
+class WarpgroupWords(FactorWords, Protocol):
+    """What numbers become where warpgroups multiply."""
+
+    def pair(self, low: Float32, high: Float32, *, floor: bool = False) -> Pair:
+        """Returns what two numbers become. With a `floor` negative ones become 0."""
+        ...
+
+    def left_factor(self, product: cute.TiledMma, shape: tuple[int, int]) -> LeftFactor:
+        """Returns registers for the left factor of a warpgroup's product, given its rows and columns."""
         ...
 
 
@@ -119,24 +179,47 @@ class Native:
     dtype: str
 
     @property
-    def _mma_dtype(self) -> str:
+    def mma_dtype(self) -> str:
+        """The dtype as instructions name it."""
         return ptx.MMA_DTYPE[self.dtype]
+
+    def columns(self, count: int) -> int:
+        """Returns a column for each number."""
+        return count
 
     def pair(self, low: Float32, high: Float32, *, floor: bool = False) -> Int32:
         """Returns two numbers, rounded to nearest, the first one in the lower half."""
-        return ptx.pack(low, high, dtype=self._mma_dtype, floor=floor)
+        return ptx.pack(low, high, dtype=self.mma_dtype, floor=floor)
 
-    def numbers(self, word: Int32) -> list[Float32]:
+    def numbers(self, pair: Int32) -> list[Float32]:
         """Returns the numbers in the two halves."""
-        return ptx.unpack(word, dtype=self._mma_dtype)
+        return ptx.unpack(pair, dtype=self.mma_dtype)
 
-    def store(self, address: Int32, word: Int32) -> None:
+    def select(self, condition: Boolean, pair: Int32) -> Int32:
+        """Returns a word."""
+        return ptx.where(condition, pair, Int32(0))
+
+    def store(self, address: Int32, pair: Int32, apart: int = 4) -> None:
         """Stores a word."""
-        ptx.store_shared(address, word)
+        del apart
+        ptx.store_shared(address, pair)
 
-    def load(self, address: Int32) -> Int32:
+    def load(self, address: Int32, apart: int = 4) -> Int32:
         """Loads a word."""
+        del apart
         return ptx.load_shared(address)
+
+    def row_pairs(self, load: Callable[[Int32], list[Int32]], chunk: Int32, columns: int) -> list[Int32]:
+        """Returns four words."""
+        del columns
+        return load(chunk * (2 * CHUNK))
+
+    def factor(
+        self, load: Callable[[int, int], Fragment], *, blocks: int = 0, steps: int = 0
+    ) -> Callable[[int, int], Fragment]:
+        """Returns the loader itself: there is one term."""
+        del blocks, steps
+        return load
 
     def left_factor(self, product: cute.TiledMma, shape: tuple[int, int]) -> LeftFactor:
         """Returns registers for a left factor."""
@@ -156,24 +239,137 @@ class Native:
         load_b: Callable[[int, int], Fragment],
     ) -> None:
         """Adds the product."""
-        mma.gemm(acc, shape, load_a, load_b, self._mma_dtype)
+        mma.gemm(acc, shape, load_a, load_b, self.mma_dtype)
 
 
-def product_words(spec: KernelSpec) -> Words:
+@final
+@dataclass(frozen=True)
+class Split:
+    """Two numbers in two words: both rounded to bfloat16, and what rounding has left of them in bfloat16."""
+
+    def columns(self, count: int) -> int:
+        """Returns a column for each number: the terms of a row lie one after the other."""
+        return count
+
+    def pair(self, low: Float32, high: Float32) -> tuple[Int32, Int32]:
+        """Returns the rounded numbers, then the rests."""
+        rounded = _BF16.pair(low, high)
+        near = _BF16.numbers(rounded)
+        return rounded, _BF16.pair(low - near[0], high - near[1])
+
+    def numbers(self, pair: tuple[Int32, Int32]) -> list[Float32]:
+        """Returns the sums of both terms."""
+        return [x + y for x, y in zip(*map(_BF16.numbers, pair), strict=True)]
+
+    def store(self, address: Int32, pair: tuple[Int32, Int32], apart: int = 4) -> None:
+        """Stores two words."""
+        _store(address, pair, apart)
+
+    def row_pairs(self, load: Callable[[Int32], list[Int32]], chunk: Int32, columns: int) -> list[tuple[Int32, Int32]]:
+        """Returns four words of each term."""
+        first = chunk * (2 * CHUNK)
+        return list(zip(load(first), load(first + 2 * columns), strict=True))
+
+    def factor(
+        self, load: Callable[[int, int], Fragment], *, blocks: int = 0, steps: int = 0
+    ) -> Callable[[int, int], list[Fragment]]:
+        """Returns the loader of both terms."""
+        return lambda i, k: [load(i, k), load(i + blocks, k + steps)]
+
+    def fragment(self, word: Callable[[int], tuple[Int32, Int32]], n_blocks: int, m: int, k: int) -> list[Fragment]:
+        """Returns the fragments of both terms."""
+        found = [word((m * n_blocks + 2 * k) * 2 + i) for i in range(4)]
+        return [[pair[term] for pair in found] for term in range(2)]
+
+    def gemm(
+        self,
+        acc: Accumulator,
+        shape: tuple[int, int, int],
+        load_a: Callable[[int, int], list[Fragment]],
+        load_b: Callable[[int, int], list[Fragment]],
+    ) -> None:
+        """Adds three products. The product of both rests is smaller than what rounding the rests loses."""
+        mma.gemm(acc, shape, load_a, load_b, _BF16.mma_dtype, terms=_TERMS)
+
+
+@final
+@dataclass(frozen=True)
+class Single:
+    """Two float32 numbers in two words."""
+
+    def columns(self, count: int) -> int:
+        """Returns two columns for each number."""
+        return 2 * count
+
+    def pair(self, low: Float32, high: Float32) -> tuple[Int32, Int32]:
+        """Returns the bits of both numbers."""
+        return ptx.bits(low), ptx.bits(high)
+
+    def numbers(self, pair: tuple[Int32, Int32]) -> list[Float32]:
+        """Returns the numbers that the words are the bits of."""
+        return [ptx.from_bits(x) for x in pair]
+
+    def select(self, condition: Boolean, pair: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+        """Returns two words."""
+        first, second = (ptx.where(condition, x, Int32(0)) for x in pair)
+        return first, second
+
+    def store(self, address: Int32, pair: tuple[Int32, Int32], apart: int = 4) -> None:
+        """Stores two words, neighbors at once."""
+        if apart == 4:
+            ptx.store_shared_pair(address, *self.numbers(pair))
+        else:
+            _store(address, pair, apart)
+
+    def load(self, address: Int32, apart: int = 4) -> tuple[Int32, Int32]:
+        """Loads two words."""
+        return ptx.load_shared(address), ptx.load_shared(address + apart)
+
+    def row_pairs(self, load: Callable[[Int32], list[Int32]], chunk: Int32, columns: int) -> list[tuple[Int32, Int32]]:
+        """Returns eight neighboring words."""
+        del columns
+        first = chunk * (4 * CHUNK)
+        words = (*load(first), *load(first + 2 * CHUNK))
+        return list(zip(words[::2], words[1::2], strict=True))
+
+
+_BF16 = Native("bfloat16")
+
+
+def _store(address: Int32, pair: tuple[Int32, Int32], apart: int) -> None:
+    for i, word in enumerate(pair):
+        ptx.store_shared(address + i * apart, word)
+
+
+def product_words(spec: KernelSpec) -> FactorWords:
     """Returns what the operands of a launch are, and what P and dS become."""
+    return Native(spec.product_dtype) if spec.products == "native" else Split()
+
+
+def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
+    """Returns what `product_words` does for a launch whose warpgroups multiply."""
+    assert spec.products == "native", spec.products
     return Native(spec.product_dtype)
 
 
-def result_words(spec: KernelSpec) -> Words:
+def crossing_words(spec: KernelSpec) -> MemoryWords:
+    """Returns what P becomes where one warp hands it to another: it then takes the place of dS in memory.
+
+    In float16 it has three bits more than in bfloat16.
+    """
+    return Native("float16") if spec.products == "native" else Single()
+
+
+def result_words(spec: KernelSpec) -> MemoryWords:
     """Returns what the output and the gradients of query, key and value become when they are stored."""
-    return Native(spec.result_dtype)
+    return Native(spec.result_dtype) if spec.products == "native" else Single()
 
 
 def scaled(words: Words, values: list[Int32], factor: Float32) -> list[Int32]:
-    """Returns pairs times a factor."""
+    """Returns words of pairs times a factor. A pair has one word."""
     return [words.pair(*(x * factor for x in words.numbers(value))) for value in values]
 
 
-def pairs(words: Words, acc: Any) -> list[Int32]:
+def pairs(words: Words, acc: Any) -> list[Pair]:
     """Returns the pairs of a list of numbers."""
     return [words.pair(acc[i], acc[i + 1]) for i in range(0, len(acc), 2)]

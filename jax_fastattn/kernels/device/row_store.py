@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import Words
+from jax_fastattn.kernels.device.products import MemoryWords, Pair
 
 
 class ResultRow(NamedTuple):
@@ -30,9 +30,9 @@ class ResultRow(NamedTuple):
         # It is a select, not a product: an element of a row without a result can be NaN.
         return ptx.where(self.live, self._scaled(x), Float32(0.0))
 
-    def pair(self, x: Float32, y: Float32, words: Words) -> Int32:
+    def pair(self, x: Float32, y: Float32, words: MemoryWords) -> Pair:
         """Returns what two elements of the row are stored as."""
-        return ptx.where(self.live, words.pair(self._scaled(x), self._scaled(y)), Int32(0))
+        return words.select(self.live, words.pair(self._scaled(x), self._scaled(y)))
 
     def _scaled(self, x: Float32) -> Float32:
         return x if self.factor is None else x * self.factor
@@ -61,7 +61,7 @@ class RowStore:
     row: Int32
     end: Int32
     quad_lane: Int32
-    words: Words
+    words: MemoryWords
 
     def store(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
         """Stores an accumulator `[64, padded columns]`; all lanes call it.

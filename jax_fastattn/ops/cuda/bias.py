@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_fastattn.kernels.arguments.present import present_buffers
 from jax_fastattn.kernels.bias_shapes import KEY_PARTS, bias_kind, bias_pitch
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.abstract import statistics_dtype
+from jax_fastattn.ops.cuda.split import bfloat16_terms
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands
 
 # Below it a scale is multiplied into the query where a bias of keys is divided by it, so that the quotient of a number
@@ -27,8 +27,6 @@ MIN_SCALE = 2.0**-20
 _LOG2_E = math.log2(math.e)
 # Larger quotients count as this one: its parts in bfloat16 are finite, and so are its sums with products.
 _LARGEST = 2.0**127
-# bfloat16 has these bits.
-_EXPONENT, _MANTISSA = 8, 7
 
 
 def bias_operands(kernel: KernelSpec, bias: jax.Array | None, key_length: int, scale: float) -> dict[str, jax.Array]:
@@ -76,7 +74,7 @@ def _key_parts(kernel: KernelSpec, bias: jax.Array, pitch: int, scale: float) ->
     """Returns a bias `[planes, 1, S]` as `[planes, pitch, 8]`, over the scale as far as the kernel multiplies by it."""
     x, divisor = _hidden(bias)[:, 0], abs(scale) if kernel.is_affine else scale
     x = jnp.where(jnp.isinf(x), x * math.copysign(1.0, divisor), jnp.clip(x / divisor, -_LARGEST, _LARGEST))
-    terms = [_padded_keys(term, pitch) for term in _terms(x, 3)]
+    terms = [_padded_keys(term, pitch) for term in bfloat16_terms(x, 3)]
     return jnp.stack([*terms, *[jnp.zeros_like(terms[0])] * (KEY_PARTS - 3)], axis=-1).astype(jnp.bfloat16)
 
 
@@ -97,26 +95,16 @@ def _hidden(bias: jax.Array) -> jax.Array:
 
 
 def _hidden_terms(bias: jax.Array, count: int) -> list[jax.Array]:
-    """Returns `_terms` of `_hidden`.
+    """Returns `bfloat16_terms` of `_hidden`.
 
     No two of them share a comparison: XLA for GPUs would write down its results, a byte for each pair.
     """
     wide = bias.astype(statistics_dtype(bias.dtype))
-    first, *others = _terms(wide.astype(jnp.float32), count)
+    first, *others = bfloat16_terms(wide.astype(jnp.float32), count)
     return [
         jnp.where(wide <= HIDDEN_BIAS, -jnp.inf, first),
         *(jnp.where(wide > HIDDEN_BIAS, term, 0.0) for term in others),
     ]
-
-
-def _terms(x: jax.Array, count: int) -> list[jax.Array]:
-    """Returns float32 arrays, numbers of bfloat16, that add up to x: two have 16 bits of it, three all."""
-    terms, rest = [], x
-    for _ in range(count):
-        # A cast there and back might be dropped by XLA.
-        terms.append(lax.reduce_precision(rest, _EXPONENT, _MANTISSA))
-        rest = jnp.where(jnp.isfinite(terms[-1]), rest - terms[-1], 0.0)
-    return terms
 
 
 def _padded_keys(x: jax.Array, pitch: int) -> jax.Array:

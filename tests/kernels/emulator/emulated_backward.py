@@ -35,14 +35,20 @@ DEVICE_DTYPES = {
 }
 
 
+# Errors of these shares of the largest result are roundings of P, dS and the output, in each pass, by `result_dtype`.
+FORWARD_TOLERANCE = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-14}
+BACKWARD_TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-13}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Run-time side of a case: distinct sizes, no multiple of a tile. Operands that the spec lacks are unused.
 
     With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. A
     `shift` is added to queries and taken off keys, which makes all scores about -shift^2 * head_dim * scale.
-    `bias` is the shape of a bias `[b, n, t, s]`, of which a share of `bias_holes` is -inf.
-    `factor` multiplies queries and keys, `cotangents` those of each key/value head, and `sink` is added to sinks.
+    `bias` is the shape of a bias `[b, n, t, s]`, of which a share of `bias_holes` is -inf. `factor` multiplies queries
+    and keys, `cotangents` those of each key/value head, and `sink` is added to sinks. A `value_mean` is added to values,
+    which are then numbers of bfloat16 with a spread of 8: delta is nearly as large as what it is taken off.
     """
 
     batch: int = 3
@@ -57,6 +63,7 @@ class Sizes:
     key_lengths: tuple[int, ...] = (999, 0, 77)
     offsets: tuple[int, ...] = (60, -140, 1 << 30)
     shift: float = 0.0
+    value_mean: float = 0.0
     bias: tuple[int, int, int, int] | None = None
     bias_holes: float = 0.0
     bias_parts: int = 1
@@ -242,12 +249,14 @@ def draw_operands(spec: KernelSpec, sizes: Sizes, seed: int = 0) -> tuple[dict[s
         "dout": (sizes.batch, sizes.queries, heads, spec.v_head_dim),
         "dlse": (sizes.batch, sizes.queries, heads),
     }
-    dtypes = {name: np.dtype(DTYPES[spec.operand_dtype if name != "dlse" else "float32"]) for name in shapes}
+    dtypes = {name: np.dtype(DTYPES[spec.result_dtype if name != "dlse" else "float32"]) for name in shapes}
     shifts = {"query": sizes.shift, "key": -sizes.shift}
     drawn = {name: random.standard_normal(shape) + shifts.get(name, 0.0) for name, shape in shapes.items()}
     drawn |= {name: drawn[name] * sizes.factor for name in shifts}
     if sizes.cotangents:
         drawn["dout"] *= np.repeat(sizes.cotangents, spec.group)[:, None]
+    if sizes.value_mean:
+        drawn["value"] = (sizes.value_mean + 8 * drawn["value"]).astype(DTYPES["bfloat16"])
     arrays = {name: x.astype(dtypes[name]) for name, x in drawn.items()}
     for feature in foreign_features(spec):
         arrays |= feature.draw(random, heads, sizes.queries, sizes.keys)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from emulated_backward import (
+    BACKWARD_TOLERANCE,
     Sizes,
     compare_dbias,
     compare_dsinks_terms,
@@ -59,7 +60,7 @@ class Run:
 
     def compare(self) -> None:
         """Raises an `AssertionError` if a gradient or a statistic is wrong."""
-        tolerance = 2**-6 if self.spec.operand_dtype == "bfloat16" else 2**-9  # roundings of out, P and dS
+        tolerance = BACKWARD_TOLERANCE[self.spec.result_dtype]
         for name in ("dq", "dk", "dv"):
             wanted = self.wanted[name]
             atol = tolerance * np.abs(wanted).max() + 1e-5

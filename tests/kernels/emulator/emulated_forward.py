@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import numpy as np
-from emulated_backward import Sizes, draw_operands, with_sinks
+from emulated_backward import FORWARD_TOLERANCE, Sizes, draw_operands, with_sinks
 from emulated_launch import compile_kernel, launch_scalars, place, start
 
 from jax_fastattn.kernels import codes
@@ -21,7 +21,7 @@ def check(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     found = run(spec, sizes, arrays)
-    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10  # a few roundings of P and of the output
+    tolerance = FORWARD_TOLERANCE[spec.result_dtype]
     got = found["out"].astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(found["lse"], lse, atol=1e-4, rtol=1e-5)

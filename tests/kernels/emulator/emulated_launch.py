@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cutlass
+import jax
 import kept_kernels
 import numpy as np
 import warp_emulator
@@ -25,9 +26,12 @@ from jax_fastattn.kernels.arguments.present import launch_buffers, named_buffers
 from jax_fastattn.kernels.arguments.scalars import VISIT_SCALARS, Scalars
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.ops.cuda.split import SPLIT, side_by_side
 
 # So many that every CTA works on several tiles.
 MULTIPROCESSORS = 3
+
+_side_by_side = jax.jit(side_by_side)
 
 
 def compile_kernel(kernel: Any, spec: KernelSpec) -> dict[str, str]:
@@ -82,9 +86,13 @@ def launch_scalars(spec: KernelSpec, sizes: Sizes) -> Scalars:
 
 
 def place(spec: KernelSpec, arrays: dict[str, np.ndarray]) -> tuple[Memory, Any]:
-    """A memory with the buffers of a launch, and their addresses."""
+    """A memory with the buffers of a launch, and their addresses. Operands of a call may be whole."""
     memory = Memory()
-    addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in launch_buffers(spec).items()}
+    dtypes = launch_buffers(spec)
+    if spec.products == "bf16x3":
+        whole = {name for name in SPLIT if name in arrays and arrays[name].dtype == np.float32}
+        arrays = arrays | {name: np.asarray(_side_by_side(arrays[name])) for name in whole}
+    addresses = {name: dtype and memory.add(arrays[name]) for name, dtype in dtypes.items()}
     return memory, named_buffers(spec, addresses)
 
 

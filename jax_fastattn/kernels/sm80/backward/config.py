@@ -8,7 +8,7 @@ registers and speeds of the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -46,6 +46,7 @@ class DkdvDqConfig:
         bias_pieces: pieces of a matrix that warps which compute S^T keep in shared memory, see `bias_ring`; 0 if there
             is no matrix, or no room for enough of them.
         bias_terms: terms of such a piece.
+        terms: terms of operands and of dS, see `KernelSpec.terms`.
     """
 
     key_warps: int
@@ -60,6 +61,7 @@ class DkdvDqConfig:
     blocks: int = 1
     bias_pieces: int = 0
     bias_terms: int = 1
+    terms: int = 1
 
     # One kernel computes all gradients, and adds dq up in a buffer. No kernel computes dq alone.
     adds_dq: ClassVar[bool] = True
@@ -131,13 +133,13 @@ class DkdvDqConfig:
         """Query rows x keys of its tiles, in words."""
         return f"backward {self.queries}x{self.keys}"
 
-    def memory(self, head_dim: int, v_head_dim: int) -> DkdvDqMemory:
-        """Returns where the tiles lie in shared memory."""
-        return DkdvDqMemory(self, head_dim, v_head_dim)
+    def memory(self, columns: int, v_columns: int) -> DkdvDqMemory:
+        """Returns where the tiles lie in shared memory; see `KernelSpec.row_columns` for the columns."""
+        return DkdvDqMemory(self, columns, v_columns)
 
-    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
+    def shared_memory(self, columns: int, v_columns: int) -> int:
         """Returns the bytes of shared memory."""
-        return self.memory(head_dim, v_head_dim).nbytes
+        return self.memory(columns, v_columns).nbytes
 
 
 @disjoint
@@ -160,45 +162,45 @@ class DkdvDqMemory:
     Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
 
     Attributes:
-        head_dim: columns of Q and K.
-        v_head_dim: columns of V and dO.
+        columns: columns of Q and K.
+        v_columns: columns of V and dO.
         feature_rows: rows of features, which join the kernel's own rows.
     """
 
     config: DkdvDqConfig
-    head_dim: int
-    v_head_dim: int
+    columns: int
+    v_columns: int
     feature_rows: tuple[Row, ...] = ()
 
     @property
     def key(self) -> SharedTile:
-        """K `[keys, head_dim]`, and dK in the end."""
-        return SharedTile(self.config.keys, self.head_dim, 16 * max(self.config.dq_column_warps, self._column_warps))
+        """K `[keys, columns]`, and dK in the end."""
+        return SharedTile(self.config.keys, self.columns, 16 * max(self.config.dq_column_warps, self._column_warps))
 
     @property
     def value(self) -> SharedTile:
-        """V `[keys, v_head_dim]`, and dV in the end."""
-        return SharedTile(self.config.keys, self.v_head_dim, 16 * self._column_warps)
+        """V `[keys, v_columns]`, and dV in the end."""
+        return SharedTile(self.config.keys, self.v_columns, 16 * self._column_warps)
 
     @property
     def query(self) -> SharedTile:
-        """Q `[part, head_dim]` of a stage."""
-        return SharedTile(self.config.part, self.head_dim, 16 * self._column_warps)
+        """Q `[part, columns]` of a stage."""
+        return SharedTile(self.config.part, self.columns, 16 * self._column_warps)
 
     @property
     def dout(self) -> SharedTile:
-        """The cotangent dO `[part, v_head_dim]` of a stage."""
-        return SharedTile(self.config.part, self.v_head_dim, 16 * self._column_warps)
+        """The cotangent dO `[part, v_columns]` of a stage."""
+        return SharedTile(self.config.part, self.v_columns, 16 * self._column_warps)
 
     @property
     def score(self) -> SharedTile:
-        """The score gradient dS `[keys, queries]`."""
-        return SharedTile(self.config.keys, self.config.queries)
+        """The score gradient dS `[keys, queries]`, its terms side by side."""
+        return SharedTile(self.config.keys, self.config.terms * self.config.queries)
 
     @property
     def dq(self) -> SharedTile:
-        """Layout of dQ `[queries, head_dim]`, with the columns that the product pads."""
-        return SharedTile(self.config.queries, self.head_dim, 16 * max(self.config.dq_column_warps, self._column_warps))
+        """Layout of dQ `[queries, columns]`, with the columns that the product pads."""
+        return SharedTile(self.config.queries, self.columns, 16 * max(self.config.dq_column_warps, self._column_warps))
 
     @property
     def _column_warps(self) -> int:
@@ -234,7 +236,8 @@ class DkdvDqMemory:
 
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
     """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
-    config = first_fit(_candidates(padded(max(spec.head_dim, spec.v_head_dim))), spec)
+    width = padded(max(spec.head_dim, spec.v_head_dim))
+    config = first_fit(_candidates(width) if spec.products == "native" else _split_candidates(width), spec)
     return with_bias(config, spec, _bias_pieces(config)) if spec.cost.score_nbytes else config
 
 
@@ -277,6 +280,30 @@ def _candidates(width: int) -> tuple[DkdvDqConfig, ...]:
     )
 
 
+def _split_candidates(width: int) -> tuple[DkdvDqConfig, ...]:
+    """Returns what `_candidates` does for operands in two terms.
+
+    Most warps have 16 keys, as the terms of a fragment take twice the registers. Two warps at most share columns of dQ.
+    """
+    if width <= 64:
+        found = (
+            DkdvDqConfig(8, 1, 64, keys_per_warp=16, roles=1, parts=2, dq_row_warps=4),
+            DkdvDqConfig(4, 1, 64, keys_per_warp=16, roles=1, parts=2),
+        )
+    elif width <= 128:
+        found = (
+            DkdvDqConfig(4, 1, 32, stages=1, dq_roles=1),
+            DkdvDqConfig(4, 1, 64, keys_per_warp=16, stages=1, dq_roles=1),
+            DkdvDqConfig(2, 1, 32, keys_per_warp=16, stages=1),
+        )
+    else:
+        found = (
+            DkdvDqConfig(4, 1, 32, keys_per_warp=16, stages=1, dq_roles=1),
+            DkdvDqConfig(2, 1, 32, keys_per_warp=16, stages=1),
+        )
+    return tuple(replace(x, terms=2) for x in found)
+
+
 def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the scratch arrays by name: row statistics, dq_accum and, in order, both counters.
 
@@ -288,7 +315,7 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
     tile_count = -(-query_length // config.queries)
     if spec.packed:
         heads, tile_count = (1, num_heads), slot_count(query_length, config.queries, batch)
-    columns = config.memory(spec.head_dim, spec.v_head_dim).dq.padded_columns
+    columns = config.memory(*spec.row_columns).dq.padded_columns // spec.terms
     scratch: dict[str, tuple[int, ...]] = {
         "stats": (*heads, query_length, 2),
         "dq_accum": (*heads, tile_count * config.queries, columns),

@@ -46,7 +46,7 @@ class ConvertKernel:
 
     @cute.kernel
     def kernel(self, buffers: Buffers, scalars: Scalars):
-        spec, rows = self.spec, self.config.queries
+        rows = self.config.queries
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
@@ -60,13 +60,15 @@ class ConvertKernel:
         units = load_units(buffers, queries, heads // spec.group, work.kv_head)
         self._scatter(acc, shared, warp, lane, end, over_ds(units, scalars.scale))
         cute.arch.sync_threads()
-        target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * spec.head_dim)
-        self._store(shared, target, warp, lane, gradient.row_stride(heads, spec.head_dim), queries.length - first)
+        target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * self.tile.columns)
+        self._store(shared, target, warp, lane, gradient.row_stride(heads, self.tile.columns), queries.length - first)
 
     def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
         blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)
         gradient.finish_rows(acc, blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
-        gradient.scatter(acc, blocks, self.tile, shared + self.tile.offset(row, column), lane, self.words)
+        gradient.scatter(
+            acc, blocks, self.tile, shared + self.tile.offset(row, self.words.columns(column)), lane, self.words
+        )
 
     def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
         """Stores the rows in blocks of 16, which the warps take in turn."""

@@ -199,22 +199,23 @@ class DbiasCta:
         head, row, column = self.tile.named([ptx.move(name) for name in item.names])
         sequence, chunk = Sequence.of_entry(spec, head.batch, buffers, scalars), self._chunks[which]
         of_query = which < len(self.memory.query_chunks)
-        head_dim = spec.head_dim if of_query else spec.v_head_dim
+        head_dim, terms = spec.head_dim if of_query else spec.v_head_dim, spec.terms
         sides = (
             (buffers.query if of_query else buffers.dout, sequence.queries, row * ROWS, 1),
             (buffers.key if of_query else buffers.value, sequence.keys, column * KEYS, spec.group),
         )
         for side, (operand, span, first, group) in enumerate(sides):
             heads = scalars.num_heads // group
-            source = operand.toint() + span.row_head(first, heads, head.head // group) * (2 * head_dim)
-            stride, rows = gradient.row_stride(heads, head_dim), copies.Rows(None, span.length - first)
-            target = self._address(stage, chunk, side)
-            copies.load_tile(chunk.tile, THREADS, _read_lane().thread, target, source + 2 * chunk.first, stride, rows)
+            source = operand.toint() + span.row_head(first, heads, head.head // group) * (2 * terms * head_dim)
+            stride, rows = gradient.row_stride(heads, terms * head_dim), copies.Rows(None, span.length - first)
+            for term in range(terms):
+                target, column = self._address(stage, chunk, side, term), chunk.first + term * head_dim
+                copies.load_tile(chunk.tile, THREADS, _read_lane().thread, target, source + 2 * column, stride, rows)
 
-    def _address(self, stage: Int32, chunk: Chunk, side: int) -> Int32:
-        """Returns the address of the queries (0) or the keys (1) of a stage."""
-        table = self.memory.table
-        return self.shared + table.offset("ring") + stage * table["ring"].pitch + side * chunk.tile.nbytes
+    def _address(self, stage: Int32, chunk: Chunk, side: int, term: int = 0) -> Int32:
+        """Returns the address of a term of the queries (0) or the keys (1) of a stage."""
+        table, tile = self.memory.table, side * self.spec.terms + term
+        return self.shared + table.offset("ring") + stage * table["ring"].pitch + tile * chunk.tile.nbytes
 
     def _stage_after(self, steps: int) -> Int32:
         """Returns the stage that is some steps after the one that is read."""
@@ -278,8 +279,10 @@ class DbiasCta:
         load_a = mma.load_a(tile, self._address(stage, chunk, 0) + tile.offset(warp_row + row, column))
         row, column = crossed_lane(thread_lane)
         load_b = mma.load_b(tile, self._address(stage, chunk, 1) + tile.offset(_read_lane().warp_column + row, column))
-        # Zeros fill columns up to the next step.
-        product_words(self.spec).gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), load_a, load_b)
+        # The tile of a second term follows. Zeros fill columns up to the next step.
+        words = product_words(self.spec)
+        factors = words.factor(load_a, blocks=ROWS // 16), words.factor(load_b, blocks=KEYS // 8)
+        words.gemm(acc, (*_BLOCKS, -(-tile.columns // 16)), *factors)
         self.stage[0] = ptx.where(stage + 1 == self.memory.config.stages, Int32(0), stage + 1)
 
     def _weigh(self, weights: mma.Accumulator, score: Score, scores: ScoreTile, lse2: list[Float32]) -> None:

@@ -70,12 +70,14 @@ class DbiasMemory:
         query_chunks: chunks of Q and K.
         dout_chunks: chunks of dO and V.
         bias_terms: tiles of the bias.
+        terms: tiles of each chunk, one for each term of the operands.
     """
 
     config: DbiasConfig
     query_chunks: tuple[Chunk, ...]
     dout_chunks: tuple[Chunk, ...]
     bias_terms: int
+    terms: int
 
     @classmethod
     def of(cls, spec: KernelSpec) -> DbiasMemory:
@@ -87,7 +89,7 @@ class DbiasMemory:
     @classmethod
     def _with(cls, spec: KernelSpec, config: DbiasConfig) -> DbiasMemory:
         query, dout = (tuple(chunks(dim, config.columns)) for dim in (spec.head_dim, spec.v_head_dim))
-        return cls(config, query, dout, spec.bias_terms if config.copies_bias else 0)
+        return cls(config, query, dout, spec.bias_terms if config.copies_bias else 0, spec.terms)
 
     @property
     def bias(self) -> SharedTile:
@@ -97,7 +99,7 @@ class DbiasMemory:
     @property
     def table(self) -> SharedTable:
         """Regions: the ring, whose stages have a chunk of queries, then of keys; and the bias."""
-        stage = 2 * max(chunk.tile.nbytes for chunk in (*self.query_chunks, *self.dout_chunks))
+        stage = 2 * self.terms * max(chunk.tile.nbytes for chunk in (*self.query_chunks, *self.dout_chunks))
         rows: list[Row] = [Region("ring", stage, self.config.stages)]
         if self.bias_terms:
             rows.append(Region("bias", self.bias.nbytes, self.bias_terms))
@@ -110,8 +112,12 @@ class DbiasMemory:
 
 
 def _candidates(*, copies_bias: bool) -> Iterator[DbiasConfig]:
-    """Yields the variants, best first. Without a place for the bias, two stages of 64 columns fit any GPU."""
+    """Yields the variants, best first.
+
+    Without a place for the bias, two stages of 64 columns fit any GPU, or of 32 columns in two terms.
+    """
     for columns in (64, 32):
         for stages in range(_STAGES, 1, -1):
             yield DbiasConfig(columns, stages, copies_bias)
     yield DbiasConfig(64, 2, copies_bias=False)
+    yield DbiasConfig(32, 2, copies_bias=False)

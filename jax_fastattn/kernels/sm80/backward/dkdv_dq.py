@@ -54,7 +54,7 @@ class DkdvDqKernel:
         self.schedule, self.query_tiles = schedule(spec, config.keys), schedule(spec, config.queries)
         self.products = Products(spec, config)
         self.reduce = dq_reduce(spec, config)
-        self.shared_nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim)
+        self.shared_nbytes = config.shared_memory(*spec.row_columns)
 
     def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
         """Returns the kernel's launch."""
@@ -157,13 +157,14 @@ class DkdvDqKernel:
         live_queries = bounds.live_queries()
         if not bounds.kind.hides_queries:
             live_queries = plan.LiveRange(Int32(0), bounds.query_end)
+        columns, v_columns = spec.row_columns
         operands = DkdvDqRows(
-            key=buffers.key.toint() + key_row * (2 * spec.head_dim),
-            value=buffers.value.toint() + key_row * (2 * spec.v_head_dim),
-            dk=buffers.dk.toint() + key_row * (2 * spec.head_dim),
-            dv=buffers.dv.toint() + key_row * (2 * spec.v_head_dim),
-            query=buffers.query.toint() + query_row * (2 * spec.head_dim),
-            dout=buffers.dout.toint() + query_row * (2 * spec.v_head_dim),
+            key=buffers.key.toint() + key_row * (2 * columns),
+            value=buffers.value.toint() + key_row * (2 * v_columns),
+            dk=buffers.dk.toint() + key_row * (2 * columns),
+            dv=buffers.dv.toint() + key_row * (2 * v_columns),
+            query=buffers.query.toint() + query_row * (2 * columns),
+            dout=buffers.dout.toint() + query_row * (2 * v_columns),
             stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,
             query_length=scalars.query_length,
             heads=heads,

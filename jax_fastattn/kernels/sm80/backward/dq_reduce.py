@@ -34,10 +34,10 @@ class DqTile:
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.chunks = adds_chunks(spec.arch)
         self.warps, self.column_warps = config.dq_warps, config.dq_column_warps
-        self.shared = config.memory(spec.head_dim, spec.v_head_dim).dq
+        self.shared = config.memory(*spec.row_columns).dq
         self.blocks = (
             config.queries // (16 * config.dq_row_warps),
-            self.shared.padded_columns // (8 * config.dq_column_warps),
+            self.shared.padded_columns // (8 * spec.terms * config.dq_column_warps),
         )
         self.count = self.blocks[0] * self.blocks[1] * 4
         self.warp_nbytes = 128 * self.count

@@ -15,14 +15,15 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
     """Returns the binary logarithm of a factor on P, and so on dV, dS, dK and dQ until they are stored.
 
     One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
-    of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead.
+    of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead. P of operands in two terms
+    crosses in float32.
     """
-    return 14 if config.roles == 2 and spec.product_dtype == "bfloat16" else 0
+    return 14 if config.roles == 2 and spec.operand_dtype == "bfloat16" and spec.products == "native" else 0
 
 
-def row_stride(heads: Int32, head_dim: int) -> Int64:
-    """Returns the bytes from one row to the next of an operand [rows, heads, head_dim] of 16-bit elements."""
-    return Int64(heads) * (2 * head_dim)
+def row_stride(heads: Int32, columns: int) -> Int64:
+    """Returns the bytes from one row to the next of an operand [rows, heads, columns] of 16-bit columns."""
+    return Int64(heads) * (2 * columns)
 
 
 def finish_rows(
@@ -43,10 +44,11 @@ def scatter(
     acc: mma.Accumulator, blocks: tuple[int, int], tile: SharedTile, shared: Int32, lane: Int32, words: Words
 ) -> None:
     """Stores the pairs of an accumulator to a tile, its element (0, 0) to address `shared`."""
-    address = shared + tile.offset(*accumulator_lane(lane))
+    row, column = accumulator_lane(lane)
+    address = shared + tile.offset(row, words.columns(column))
     for m in range(blocks[0]):
         for n in range(blocks[1]):
             for half in range(2):
                 index = (m * blocks[1] + n) * 4 + 2 * half
-                target = address + tile.offset(16 * m + 8 * half, 8 * n)
+                target = address + tile.offset(16 * m + 8 * half, words.columns(8 * n))
                 words.store(target, words.pair(acc[index], acc[index + 1]))

@@ -7,6 +7,7 @@ rowsum(out * dout) - dlse. A row that sees no key gets infinity and 0, so that i
 If the gradient of sinks is computed, it also stores what each row adds to it.
 """
 
+import functools
 from dataclasses import dataclass
 
 import cutlass
@@ -17,6 +18,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, SharedTile
+from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -34,7 +36,7 @@ class QueryRows:
     Attributes:
         heads: query heads of a row.
         live: rows of the tile that may be read.
-        out: address of O, rows `[heads, v_head_dim]` of 16-bit elements.
+        out: address of O, rows `[heads, v_columns]` of 16-bit columns, see `KernelSpec.row_columns`.
         dout: address of dO, laid out as O.
         lse: address of the log-sum-exp, rows `[heads]` of float32.
         dlse: address of the cotangent of the log-sum-exp, laid out as it; None if there is none.
@@ -65,7 +67,7 @@ class PreprocessKernel:
         config: DkdvDqConfig = spec.config
         self.spec, self.config = spec, config
         self.schedule = schedule(spec, config.queries)
-        self.result_dtype = ptx.MMA_DTYPE[spec.result_dtype]
+        self.out_words, self.dout_words = result_words(spec), product_words(spec)
         self.reduce = dq_reduce(spec, config)
 
     def launch(self, buffers: Buffers, scalars: Scalars, query_tiles: Int32) -> Launch:
@@ -86,8 +88,8 @@ class PreprocessKernel:
         rows = QueryRows(
             heads=heads,
             live=copies.Rows.live(work.sequence.bounds().live_queries(), first),
-            out=buffers.out.toint() + row_head * (2 * spec.v_head_dim),
-            dout=buffers.dout.toint() + row_head * (2 * spec.v_head_dim),
+            out=buffers.out.toint() + row_head * (2 * spec.row_columns[1]),
+            dout=buffers.dout.toint() + row_head * (2 * spec.row_columns[1]),
             lse=buffers.lse.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
             stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
@@ -146,21 +148,24 @@ class PreprocessKernel:
         return self.spec.listed and self.spec.dsinks
 
     def _row_product(self, rows: QueryRows, shape: CopyShape, index: Int32, chunk: Int32, live: Boolean) -> Float32:
-        """Returns the sum of out * dout of one row."""
-        row = Int64(index) * gradient.row_stride(rows.heads, self.spec.v_head_dim)
+        """Returns the sum of out * dout of one row, with dout as dP is made of it: rows of dS then add up to 0."""
+        row = Int64(index) * gradient.row_stride(rows.heads, self.spec.row_columns[1])
         total = Float32(0.0)
         for first_chunk in range(0, shape.tile.chunks, shape.lanes):
             column = chunk + first_chunk
             valid = Boolean(live & (column < self.spec.v_head_dim // CHUNK))
-            # Elsewhere the CTA's first chunk is read, which always exists, and dropped.
-            offset = ptx.where(valid, row + Int64(column * (2 * CHUNK)), Int64(0))
+
+            def load(source: Int64, offset: Int32, valid: Boolean = valid) -> list[Int32]:
+                # Elsewhere the CTA's first chunk is read, which always exists, and dropped.
+                at = ptx.where(valid, row + Int64(offset), Int64(0))
+                return [ptx.where(valid, x, Int32(0)) for x in ptx.load_global_chunk(source + at)]
+
             out, dout = (
-                [ptx.where(valid, x, Int32(0)) for x in ptx.load_global_chunk(source + offset)]
-                for source in (rows.out, rows.dout)
+                words.row_pairs(functools.partial(load, source), column, self.spec.v_head_dim)
+                for words, source in ((self.out_words, rows.out), (self.dout_words, rows.dout))
             )
             for x, y in zip(out, dout, strict=True):
-                pair = zip(ptx.unpack(x, dtype=self.result_dtype), ptx.unpack(y, dtype=self.result_dtype), strict=True)
-                for left, right in pair:
+                for left, right in zip(self.out_words.numbers(x), self.dout_words.numbers(y), strict=True):
                     if self._hides_rows:
                         right = ptx.where(left == Float32(0.0), Float32(0.0), right)
                     total = ptx.fma(left, right, total)

@@ -10,7 +10,15 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
-from jax_fastattn.kernels.device.products import Native, Words, product_words, result_words, scaled
+from jax_fastattn.kernels.device.products import (
+    Factor,
+    Pair,
+    Words,
+    crossing_words,
+    product_words,
+    result_words,
+    scaled,
+)
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -29,13 +37,16 @@ class Products:
     def __init__(self, spec: KernelSpec, config: DkdvDqConfig):
         self.spec, self.config = spec, config
         self.words = product_words(spec)
-        # P crosses from one role to the other in float16, which has three bits more than bfloat16.
-        self.crossing = Native("float16")
-        self.memory = config.memory(spec.head_dim, spec.v_head_dim)
+        self.crossing = crossing_words(spec)
+        # P of float16 operands crosses as the words that the next product takes.
+        self.crosses_as_factor = spec.product_dtype == "float16"
+        self.memory = config.memory(*spec.row_columns)
         self.row_blocks = config.keys_per_warp // 16
         self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
         self.score_columns = 8 * self.score_blocks[1]
         self.dq_tile = DqTile(spec, config)
+        # The second terms of scores follow the first ones of all queries.
+        self.apart = 2 * config.queries
 
     def _operands(self, which: str) -> tuple[SharedTile, int, SharedTile, int]:
         """Returns tile and start of K with Q, or of V with dO; the second start is relative to a stage."""
@@ -47,7 +58,7 @@ class Products:
     def grad_blocks(self, which: str) -> tuple[int, int]:
         """Returns the blocks of a warp's part of dK (`QUERY`) or dV (`DOUT`)."""
         keys = self.memory.query if which == QUERY else self.memory.dout
-        return self.row_blocks, keys.padded_columns // (8 * self.config.column_warps)
+        return self.row_blocks, keys.padded_columns // (8 * self.spec.terms * self.config.column_warps)
 
     # Copies.
 
@@ -142,11 +153,13 @@ class Products:
         load_b = mma.load_b(columns, ring + columns.offset(state.at.column_warp * self.score_columns + row, column))
         acc = mma.zeros(*self.score_blocks)
         # Zero-filled columns past the last whole step add nothing.
-        self.words.gemm(acc, (*self.score_blocks, (rows.columns + 15) // 16), load_a, load_b)
+        steps = (rows.columns // self.spec.terms + 15) // 16
+        factors = [self.words.factor(load, steps=steps) for load in (load_a, load_b)]
+        self.words.gemm(acc, (*self.score_blocks, steps), *factors)
         return acc
 
     def accumulate(
-        self, state: DkdvDqState, acc: mma.Accumulator, load_a: Callable[..., Any], which: str, stage: Any
+        self, state: DkdvDqState, acc: mma.Accumulator, load_a: Callable[[int, int], Factor], which: str, stage: Any
     ) -> None:
         """Adds dS^T Q (`QUERY`) or P^T dO (`DOUT`) to the warp's part of dK or dV."""
         _, _, tile, start = self._operands(which)
@@ -154,6 +167,7 @@ class Products:
         row, column = plain_lane(state.at.lane)
         first_column = state.at.column_warp * (8 * blocks[1])
         load_b = mma.load_b_transposed(tile, self._stage(state, start, stage) + tile.offset(row, column + first_column))
+        load_b = self.words.factor(load_b, blocks=blocks[1] * self.config.column_warps)
         self.words.gemm(acc, (*blocks, self.config.part // 16), load_a, load_b)
 
     def dq(self, state: DkdvDqState) -> mma.Accumulator:
@@ -166,20 +180,23 @@ class Products:
         row, column = plain_lane(state.at.lane)
         load_b = mma.load_b_transposed(keys, state.at.shared + keys.offset(row, column + first_column))
         acc = mma.zeros(*blocks)
+        load_a = self.words.factor(load_a, blocks=self.config.queries // 16)
+        load_b = self.words.factor(load_b, blocks=self.spec.head_dim // 8)
         self.words.gemm(acc, (*blocks, self.config.keys // 16), load_a, load_b)
         return acc
 
     # Scores on their way from one product to the next.
 
-    def packed_loader(self, packed: list[Int32]) -> Callable[[int, int], mma.Fragment]:
+    def packed_loader(self, packed: list[Pair]) -> Callable[[int, int], Factor]:
         """Returns the loader of A from pairs of scores in registers."""
         return lambda m, k: self.words.fragment(lambda i: packed[i], self.score_blocks[1], m, k)
 
-    def exchanged_loader(self, state: DkdvDqState, start: int) -> Callable[[int, int], mma.Fragment]:
+    def exchanged_loader(self, state: DkdvDqState, start: int) -> Callable[[int, int], Factor]:
         """Returns the loader of A from the tile of scores at `start`, the warp's key rows."""
         tile = self.memory.score
         row, column = plain_lane(state.at.lane)
-        return mma.load_a(tile, state.at.shared + start + tile.offset(state.at.warp_row + row, column))
+        load_a = mma.load_a(tile, state.at.shared + start + tile.offset(state.at.warp_row + row, column))
+        return self.words.factor(load_a, steps=self.config.queries // 16)
 
     def score_address(self, state: DkdvDqState, start: int, first_query: Any) -> Int32:
         """Returns the address of a lane's first score in the tile at `start`."""
@@ -196,11 +213,11 @@ class Products:
             for half in range(2)
         ]
 
-    def store_scores(self, state: DkdvDqState, start: int, words: Words, packed: list[Int32], first_query: Any) -> None:
+    def store_scores(self, state: DkdvDqState, start: int, words: Words, packed: list[Pair], first_query: Any) -> None:
         """Stores pairs of scores to the tile at `start`; `first_query` is the warp's first query in it."""
         address = self.score_address(state, start, first_query)
         for i, offset in self.pair_offsets():
-            words.store(address + offset, packed[i])
+            words.store(address + offset, packed[i], self.apart)
 
     # Results.
 
@@ -209,8 +226,9 @@ class Products:
         tile, start, _, _ = self._operands(which)
         blocks, at = self.grad_blocks(which), state.at
         gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
-        corner = tile.offset(at.warp_row, at.column_warp * (8 * blocks[1]))
-        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, result_words(self.spec))
+        words = result_words(self.spec)
+        corner = tile.offset(at.warp_row, words.columns(at.column_warp * (8 * blocks[1])))
+        gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, words)
 
     def store_keys(self, state: DkdvDqState) -> None:
         """Stores dk and dv from the tiles of K and V, rows of 16 by warp."""

@@ -33,7 +33,7 @@ from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.products import pairs
+from jax_fastattn.kernels.device.products import Pair, pairs
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
@@ -165,7 +165,7 @@ class ProbabilityRole:
 
     def _probabilities(
         self, score: Score, stage: Any, first: Int32, bits: Bits | None, *, masked: bool
-    ) -> tuple[list[Int32], list[Int32]]:
+    ) -> tuple[list[Pair], list[Pair]]:
         """Returns pairs of P^T, and of what dP - delta has to be multiplied by, which cross to the other role."""
         products = self.warp.products
         scores = products.scores(self.warp.state, QUERY, stage)
@@ -175,7 +175,7 @@ class ProbabilityRole:
             self.warp.mask(score, scores, tile, bits)
         packed = Weights(score, tile, scores).pairs(products.words)
         if weights is None:
-            return packed, packed if products.crossing == products.words else pairs(products.crossing, scores)
+            return packed, packed if products.crosses_as_factor else pairs(products.crossing, scores)
         if masked:
             self.warp.mask(score, weights, tile, bits)
         return packed, pairs(products.crossing, weights)
@@ -249,7 +249,7 @@ class GradientRole:
             warp.load_next(1, stage, head.member, index)
         warp.add_dq(head.member, index)
 
-    def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Int32]:
+    def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Pair]:
         """Returns pairs of dS^T, and stores them in place of P, which the first role has left there."""
         products, n_blocks = self.warp.products, self.warp.products.score_blocks[1]
         _, lane_column = accumulator_lane(self.warp.state.at.lane)
@@ -262,9 +262,9 @@ class GradientRole:
             n = i // 2 % n_blocks
             if n not in statistics:
                 statistics[n] = ptx.load_shared_pairs(stats + 64 * n)
-            p = products.crossing.numbers(products.crossing.load(address + offset))
+            p = products.crossing.numbers(products.crossing.load(address + offset, products.apart))
             ds = [p[e] * (dscore[2 * i + e] - statistics[n][1 + 2 * e]) for e in range(2)]
             self.warp.add_to_sums(i, ds)
             packed[i] = products.words.pair(*ds)
-            products.words.store(address + offset, packed[i])
+            products.words.store(address + offset, packed[i], products.apart)
         return packed

@@ -66,12 +66,12 @@ class DkdvDqRows:
     sequence, in the first query head of the group.
 
     Attributes:
-        key: address of K, rows `[kv_heads, head_dim]` of 16-bit elements.
-        value: address of V, rows `[kv_heads, v_head_dim]` of 16-bit elements.
+        key: address of K, rows `[kv_heads, columns]` of 16-bit columns, see `KernelSpec.row_columns`.
+        value: address of V, rows `[kv_heads, v_columns]`.
         dk: address of dk, laid out as K.
         dv: address of dv, laid out as V.
-        query: address of Q, rows `[heads, head_dim]` of 16-bit elements.
-        dout: address of dO, rows `[heads, v_head_dim]` of 16-bit elements.
+        query: address of Q, rows `[heads, columns]`.
+        dout: address of dO, rows `[heads, v_columns]`.
         stats: address of the row statistics `[heads, query_length]`, 8 bytes each.
         query_length: rows from one head of the statistics to the next.
         heads: query heads of a row.

@@ -80,33 +80,34 @@ class ForwardConfig:
         """Query rows x keys of its tiles, in words."""
         return f"forward {self.rows}x{self.keys}"
 
-    def shared_memory(self, head_dim: int, v_head_dim: int) -> int:
-        """Returns the bytes of shared memory."""
-        return self.table(head_dim, v_head_dim).nbytes
+    def shared_memory(self, columns: int, v_columns: int) -> int:
+        """Returns the bytes of shared memory, see `table`."""
+        return self.table(columns, v_columns).nbytes
 
-    def table(self, head_dim: int, v_head_dim: int) -> SharedTable:
+    def table(self, columns: int, v_columns: int) -> SharedTable:
         """Returns the regions of shared memory: Q, the stages of K and V, pieces of a bias; O uses them all again.
 
-        A warp that has its rows of Q in registers keeps its pieces where they were, if they fit.
+        A warp that has its rows of Q in registers keeps its pieces where they were, if they fit. See
+        `KernelSpec.row_columns` for the columns.
         """
-        query = SharedTile(self.rows, head_dim)
+        query = SharedTile(self.rows, columns)
         table = SharedTable(
             (
                 Region("query", query.nbytes),
-                Region("key", SharedTile(self.keys, head_dim).nbytes, self.stages),
-                Region("value", SharedTile(self.keys, v_head_dim).nbytes, self.stages),
-                Region("out", SharedTile(self.rows, v_head_dim).nbytes, over="query"),
+                Region("key", SharedTile(self.keys, columns).nbytes, self.stages),
+                Region("value", SharedTile(self.keys, v_columns).nbytes, self.stages),
+                Region("out", SharedTile(self.rows, v_columns).nbytes, over="query"),
             )
         )
         if not self.bias_pieces:
             return table
-        if self.bias_over_query(head_dim):
+        if self.bias_over_query(columns):
             return table.with_rows(Region("bias", self.rows_per_warp * query.pitch, self.warps, over="query"))
         return table.with_rows(Region("bias", self.bias_ring.nbytes, self.warps))
 
-    def bias_over_query(self, head_dim: int) -> bool:
+    def bias_over_query(self, columns: int) -> bool:
         """Returns whether a warp's pieces of a bias lie where its rows of Q were."""
-        return self.q_in_regs and self.bias_ring.nbytes <= SharedTile(self.rows_per_warp, head_dim).nbytes
+        return self.q_in_regs and self.bias_ring.nbytes <= SharedTile(self.rows_per_warp, columns).nbytes
 
 
 def forward_config(spec: KernelSpec) -> ForwardConfig:
@@ -136,7 +137,7 @@ def first_fit(candidates: tuple[Any, ...], spec: KernelSpec) -> Any:
 def fits(config: Any, spec: KernelSpec) -> bool:
     """Returns whether `blocks` CTAs of a tiling fit the shared memory of an SM together."""
     # An SM has 1 KB more than its largest CTA may ask for, and every CTA takes 1 KB for the system.
-    nbytes = config.shared_memory(spec.head_dim, spec.v_head_dim) + 1024
+    nbytes = config.shared_memory(*spec.row_columns) + 1024
     return config.blocks * nbytes <= shared_memory_limit(spec.arch) + 1024
 
 
@@ -145,6 +146,8 @@ def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
 
     Output accumulators take `rows_per_warp * D / 32` registers: 32 rows go up to 128 columns.
     """
+    if spec.products == "bf16x3":
+        return _split_candidates(max(spec.head_dim, spec.v_head_dim))
     base = (ForwardConfig(16, 8, 64), ForwardConfig(16, 8, 48), ForwardConfig(16, 8, 32))
     if min(padded(spec.head_dim), padded(spec.v_head_dim)) > 192:
         # If Q were fetched for each key tile, it would be 16 of the 144 ldmatrix that a warp issues.
@@ -153,3 +156,18 @@ def _forward_candidates(spec: KernelSpec) -> tuple[ForwardConfig, ...]:
         return base
     resident = padded(spec.head_dim) <= 64 and padded(spec.v_head_dim) <= 64
     return (ForwardConfig(32, 4, 64, q_in_regs=resident, blocks=2), *base)
+
+
+def _split_candidates(width: int) -> tuple[ForwardConfig, ...]:
+    """Returns tilings for operands in two terms and the wider one of both head dims, the best one first."""
+    if width <= 64:
+        return (ForwardConfig(32, 4, 64, blocks=2), ForwardConfig(32, 4, 64), ForwardConfig(16, 4, 64))
+    if width <= 128:
+        return (ForwardConfig(32, 8, 64), ForwardConfig(16, 8, 64), ForwardConfig(16, 4, 64), ForwardConfig(16, 4, 32))
+    return (
+        ForwardConfig(16, 8, 64),
+        ForwardConfig(16, 8, 32),
+        ForwardConfig(16, 4, 64),
+        ForwardConfig(16, 4, 32),
+        ForwardConfig(16, 2, 32),
+    )

@@ -31,7 +31,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx, softmax
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
-from jax_fastattn.kernels.device.products import product_words, result_words
+from jax_fastattn.kernels.device.products import Factor, product_words, result_words
 from jax_fastattn.kernels.device.row_store import ResultRow
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.places import ScoreTile
@@ -68,15 +68,17 @@ class ForwardKernel:
         self.config: ForwardConfig = spec.config
         self.schedule = schedule(spec, self.config.rows)
         self.words = product_words(spec)
-        self.query_tile = SharedTile(self.config.rows, spec.head_dim)
-        self.key_tile = SharedTile(self.config.keys, spec.head_dim)
-        self.value_tile = SharedTile(self.config.keys, spec.v_head_dim)
-        self.out_tile = SharedTile(self.config.rows, spec.v_head_dim)
-        self.table = self.config.table(spec.head_dim, spec.v_head_dim)
+        columns, v_columns = spec.row_columns
+        self.query_tile = SharedTile(self.config.rows, columns)
+        self.key_tile = SharedTile(self.config.keys, columns)
+        self.value_tile = SharedTile(self.config.keys, v_columns)
+        self.out_tile = SharedTile(self.config.rows, v_columns)
+        self.table = self.config.table(columns, v_columns)
         self.key_start, self.value_start = self.table.offset("key"), self.table.offset("value")
         self.m_blocks = self.config.rows_per_warp // 16
         self.score_blocks = self.config.keys // 8
-        self.out_blocks = self.out_tile.padded_columns // 8
+        self.out_blocks = self.out_tile.padded_columns // (8 * spec.terms)
+        self.head_steps = self.key_tile.padded_columns // (16 * spec.terms)
 
     @cute.jit
     def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
@@ -194,10 +196,10 @@ class ForwardKernel:
             live if partial or tile.live_keys.hides_first else None,
         )
 
-    def _start(self, tile: QueryTile, last: Int32) -> list[list[mma.Fragment]] | None:
+    def _start(self, tile: QueryTile, last: Int32) -> list[list[Factor]] | None:
         """Loads Q and the first key tile (with two stages its values too); returns Q if it stays in registers."""
         at, query = tile.at, tile.operands.query
-        over_query = self.config.bias_over_query(self.spec.head_dim)
+        over_query = self.config.bias_over_query(self.query_tile.columns)
 
         def load() -> None:
             threads = self.config.threads
@@ -222,18 +224,18 @@ class ForwardKernel:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         load_a = self._query_loader(at)
-        steps = self.query_tile.padded_columns // 16
-        found = [[load_a(m, k) for k in range(steps)] for m in range(self.m_blocks)]
+        found = [[load_a(m, k) for k in range(self.head_steps)] for m in range(self.m_blocks)]
         if tile.bias is not None and over_query:
             cute.arch.sync_warp()
             cutlass.if_generate(tile.visit.begin < tile.visit.end, lambda: tile.load_bias(last))
             cute.arch.cp_async_commit_group()
         return found
 
-    def _query_loader(self, at: ForwardPlace) -> Callable[[int, int], mma.Fragment]:
+    def _query_loader(self, at: ForwardPlace) -> Callable[[int, int], Factor]:
         """Returns the loader of a warp's rows of Q from shared memory."""
         rows = at.shared + at.warp * (self.config.rows_per_warp * self.query_tile.pitch)
-        return mma.load_a(self.query_tile, rows + self.query_tile.offset(*plain_lane(at.lane)))
+        load_a = mma.load_a(self.query_tile, rows + self.query_tile.offset(*plain_lane(at.lane)))
+        return self.words.factor(load_a, steps=self.head_steps)
 
     # One key tile.
 
@@ -304,9 +306,10 @@ class ForwardKernel:
         lane_offset = self.key_tile.offset(*crossed_lane(at.lane))
         keys = at.shared + (self.key_start + lane_offset) + stage * self.key_tile.nbytes
         scores = mma.zeros(self.m_blocks, self.score_blocks)
-        shape = (self.m_blocks, self.score_blocks, self.key_tile.padded_columns // 16)
+        shape = (self.m_blocks, self.score_blocks, self.head_steps)
         load_a = self._query_loader(at) if query is None else lambda m, k: query[m][k]
-        self.words.gemm(scores, shape, load_a, mma.load_b(self.key_tile, keys))
+        load_b = self.words.factor(mma.load_b(self.key_tile, keys), steps=self.head_steps)
+        self.words.gemm(scores, shape, load_a, load_b)
         place = ScoreTile(tile.first_row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
         return Weights(tile.score, place, scores)
 
@@ -357,11 +360,11 @@ class ForwardKernel:
         lane_offset = self.value_tile.offset(*plain_lane(at.lane))
         values = at.shared + (self.value_start + lane_offset) + stage * self.value_tile.nbytes
 
-        def probabilities(m: int, k: int) -> mma.Fragment:
+        def probabilities(m: int, k: int) -> Factor:
             return weights.fragment(self.words, m, k)
 
         shape = (self.m_blocks, self.out_blocks, self.config.keys // 16)
-        load_b = mma.load_b_transposed(self.value_tile, values)
+        load_b = self.words.factor(mma.load_b_transposed(self.value_tile, values), blocks=self.out_blocks)
         self.words.gemm(state.rows.out, shape, probabilities, load_b)
 
     # Results.
@@ -379,18 +382,18 @@ class ForwardKernel:
         at, shape, rows, words = state.tile.at, self.out_tile, self.config.rows_per_warp, result_words(self.spec)
         warp_row = at.warp * rows
         shared = at.shared + warp_row * shape.pitch
-        lane_address = shared + shape.offset(*accumulator_lane(at.lane))
-        result_dtype = ptx.MMA_DTYPE[self.spec.result_dtype]
+        lane_row, lane_column = accumulator_lane(at.lane)
+        lane_address = shared + shape.offset(lane_row, words.columns(lane_column))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         for i, result in enumerate(results):
             for n in range(self.out_blocks):
                 index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2
                 pair = result.pair(state.rows.out[index], state.rows.out[index + 1], words)
-                words.store(lane_address + shape.offset(8 * i, 8 * n), pair)
+                words.store(lane_address + shape.offset(8 * i, words.columns(8 * n)), pair)
         cute.arch.sync_warp()
-        stride = Int64(scalars.num_heads) * (2 * self.spec.v_head_dim)
+        stride = Int64(scalars.num_heads) * (2 * shape.columns)
         first = at.row + warp_row
         queries = at.sequence.queries
-        target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * self.spec.v_head_dim)
+        target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * shape.columns)
         copies.store_rows(shape, rows, at.lane, shared, target, stride, queries.length - first)

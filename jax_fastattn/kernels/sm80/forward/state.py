@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device import mma
+from jax_fastattn.kernels.device.products import Factor
 from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.bias.warp import WarpBias
@@ -97,9 +97,9 @@ class ForwardRows:
     """What a CTA reads.
 
     Attributes:
-        query: rows `[rows, head_dim]` of Q, from the first one of the tile.
-        key: rows `[keys, head_dim]` of K, from the first one of the sequence.
-        value: rows `[keys, v_head_dim]` of V, from the first one of the sequence.
+        query: rows of Q, from the first one of the tile.
+        key: rows of K, from the first one of the sequence.
+        value: rows of V, from the first one of the sequence.
     """
 
     query: Operand
@@ -110,13 +110,14 @@ class ForwardRows:
     def of(cls, spec: KernelSpec, at: ForwardPlace, buffers: Buffers, scalars: Scalars) -> "ForwardRows":
         """Returns the operands of a CTA."""
         kv_heads = scalars.num_heads // spec.group
-        query_stride = Int64(scalars.num_heads) * (2 * spec.head_dim)
-        key_stride = Int64(kv_heads) * (2 * spec.head_dim)
-        value_stride = Int64(kv_heads) * (2 * spec.v_head_dim)
+        columns, v_columns = spec.row_columns
+        query_stride = Int64(scalars.num_heads) * (2 * columns)
+        key_stride = Int64(kv_heads) * (2 * columns)
+        value_stride = Int64(kv_heads) * (2 * v_columns)
         query_row, key_row = at.sequence.queries.row(at.row), at.sequence.keys.row()
-        query = buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * spec.head_dim)
-        key = buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * spec.head_dim)
-        value = buffers.value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * spec.v_head_dim)
+        query = buffers.query.toint() + query_row * query_stride + Int64(at.head) * (2 * columns)
+        key = buffers.key.toint() + key_row * key_stride + Int64(at.kv_head) * (2 * columns)
+        value = buffers.value.toint() + key_row * value_stride + Int64(at.kv_head) * (2 * v_columns)
         return cls(Operand(query, query_stride), Operand(key, key_stride), Operand(value, value_stride))
 
 
@@ -194,11 +195,11 @@ class ForwardState:
     Attributes:
         tile: the tile of queries.
         rows: registers of the warp's rows, which a visit changes.
-        query: fragments of Q `[m_blocks][k_steps]`; None if each visit loads them from shared memory.
+        query: fragments of Q `[m_blocks][head_steps]`; None if each visit loads them from shared memory.
         last: position of the last key tile, which is visited first.
     """
 
     tile: QueryTile
     rows: RowState
-    query: list[list[mma.Fragment]] | None
+    query: list[list[Factor]] | None
     last: Int32

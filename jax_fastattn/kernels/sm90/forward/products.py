@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, cute
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import LeftFactor, Words, product_words
+from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords, warpgroup_words
 from jax_fastattn.kernels.sm90.forward.key_bias import KeyBiasStep
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
@@ -42,7 +42,7 @@ class ForwardProducts:
 
     call: Call
     lane: Lane
-    words: Words
+    words: WarpgroupWords
     shared_query: cute.Tensor
     score_mma: cute.TiledMma
     fragment_mma: cute.TiledMma
@@ -60,7 +60,7 @@ class ForwardProducts:
         dtype, keys, v_head_dim = shared.query.element_type, call.config.keys, call.memory.v_head_dim
         score_mma = wgmma.product(dtype, keys, a_in_registers=False, b_transposed=False)
         out_mma = wgmma.product(dtype, v_head_dim, a_in_registers=True, b_transposed=True)
-        words = product_words(call.spec)
+        words = warpgroup_words(call.spec)
         return cls(
             call=call,
             lane=lane,

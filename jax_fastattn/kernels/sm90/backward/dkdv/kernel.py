@@ -26,7 +26,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.products import product_words, result_words
+from jax_fastattn.kernels.device.products import result_words, warpgroup_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
@@ -116,7 +116,7 @@ class DkdvConsumer:
         mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
-        mask, words = QueryMask(spec, shared, row, lane_column), product_words(spec)
+        mask, words = QueryMask(spec, shared, row, lane_column), warpgroup_words(spec)
         sums = head_sums(spec, 1, config.queries // 8)
         return cls(
             state=DkdvState(

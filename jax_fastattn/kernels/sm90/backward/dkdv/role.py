@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.products import LeftFactor, Words
+from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
@@ -71,7 +71,7 @@ class DkdvState:
     """
 
     spec: KernelSpec
-    words: Words
+    words: WarpgroupWords
     shared: BackwardShared
     thread: Int32
     score: Score

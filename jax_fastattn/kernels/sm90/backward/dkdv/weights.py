@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.products import Words
+from jax_fastattn.kernels.device.products import WarpgroupWords
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
@@ -44,7 +44,7 @@ class WeightExchange:
     """
 
     spec: KernelSpec
-    words: Words
+    words: WarpgroupWords
     shared: BackwardShared
     thread: Int32
     lane_column: Int32

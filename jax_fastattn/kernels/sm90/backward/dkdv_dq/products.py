@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import LeftFactor, Words, pairs, product_words
+from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords, pairs, warpgroup_words
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
@@ -50,7 +50,7 @@ class DkdvDqProducts:
         dv: accumulator `[64, columns of V]`.
     """
 
-    words: Words
+    words: WarpgroupWords
     score_mma: cute.TiledMma
     stats_mma: cute.TiledMma
     key: cute.Tensor
@@ -82,7 +82,7 @@ class DkdvDqProducts:
         stats_mma = wgmma.product(
             cutlass.BFloat16, config.queries, a_in_registers=not config.shared_ones, b_transposed=False
         )
-        shape, words = (WARPGROUP_ROWS, config.queries), product_words(spec)
+        shape, words = (WARPGROUP_ROWS, config.queries), warpgroup_words(spec)
         return cls(
             words=words,
             score_mma=score_mma,

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, scaling, wgmma, zeroing
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.products import product_words, result_words
+from jax_fastattn.kernels.device.products import result_words, warpgroup_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
@@ -125,7 +125,7 @@ class DqConsumer:
             thread=thread % 128,
             row=row,
             lane_column=lane_column,
-            products=DqProducts.start(product_words(spec), shared, group),
+            products=DqProducts.start(warpgroup_words(spec), shared, group),
             stats=_load_statistics(buffers.stats, work, work.row + row),
             buffers=buffers,
         )

@@ -14,7 +14,7 @@ from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import wgmma
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import LeftFactor, Words
+from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords
 from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 
@@ -37,7 +37,7 @@ class DqProducts:
         dq: accumulator `[64, columns of Q]`.
     """
 
-    words: Words
+    words: WarpgroupWords
     score_mma: cute.TiledMma
     query: cute.Tensor
     dout: cute.Tensor
@@ -50,7 +50,7 @@ class DqProducts:
     dq: Accumulator
 
     @classmethod
-    def start(cls, words: Words, shared: DqShared, group: Int32) -> "DqProducts":
+    def start(cls, words: WarpgroupWords, shared: DqShared, group: Int32) -> "DqProducts":
         """Returns the products of a warpgroup with their registers."""
         dtype: Any = shared.query.element_type
         memory, config = shared.memory, shared.memory.config
