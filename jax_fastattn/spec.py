@@ -183,7 +183,8 @@ class AttentionSpec:
         deterministic: gradients must be bitwise equal from run to run, and kernels must compute rows whose bits do not
             depend on the batch.
         implementation: "cuda", "xla" or None: the CUDA kernels where they apply.
-        precision: the precision of products of float32 on the XLA path, as `jax.lax.dot_general` takes it.
+        precision: the precision of products of float32, as `jax.lax.dot_general` takes it.
+            `kernels/arguments/precision.py` says what the kernels make of it.
         present: names of the operands that are given, see `Operands.present`.
         ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
             are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import stand_in
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case
 from jax_fastattn.compilation import libraries
 from jax_fastattn.ffi import registry
+from jax_fastattn.kernels import support
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE as _DIFFERENTIABLE
@@ -80,6 +82,12 @@ def options_of(spec: AttentionSpec) -> dict[str, Any]:
 def through_api(spec: AttentionSpec, operands: Operands) -> Any:
     """`attention` as the comparisons of `testing.compare` take it."""
     return attention(**arrays_of(operands), **options_of(spec), return_residual=True)
+
+
+def refuse_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes float32 a dtype that no kernel takes, for tests of what happens then."""
+    monkeypatch.setattr(support, "DTYPES", ("bfloat16", "float16"))
+    dispatch._warned.cache_clear()
 
 
 def quick_jit(function: Any) -> Any:

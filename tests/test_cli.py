@@ -368,7 +368,7 @@ def test_info_says_why_a_call_falls_back(directory: Path, capsys: pytest.Capture
     shape = ["--heads", "32/8", "--head-dim", "128"]
     assert main(["info", *shape, "--dtype", "float32", "--bias", "bnts"]) == 0
     text = capsys.readouterr().out
-    assert "heads 32/8, head dim 128, float32, bias:\n  XLA path, because the platform is cpu; the dtype is" in text
+    assert "heads 32/8, head dim 128, float32, bias:\n  XLA path, because the platform is cpu\n" in text
     assert main(["info", "--json", *shape, "--causal", "--arch", "sm_90a", "--arch", "sm_80"]) == 0
     found = json.loads(capsys.readouterr().out)["calls"]
     assert [x["kernel"] for x in found] == ["sm90 forward, sm90 backward", "sm80 forward, sm80 backward"]
@@ -544,7 +544,7 @@ WRONG = {
     "warmup --model llama3-8b": "this machine has no GPU; name the GPU to compile for, such as --arch sm_90a",
     "warmup --model llama3-8b --batch 3 --arch sm_80": "--batch alone chooses no kernel",
     "warmup --heads 4 --head-dim 264 --with mask --arch sm_80": "no kernel on sm_80: `query` has head dim 264; the",
-    "warmup --model llama3-8b --dtype float32 --arch sm_80": "the dtype is float32",
+    "warmup --heads 4 --head-dim 192 --dtype float32 --arch sm_86": "no kernel on sm_86: `query` has head dim 192; the",
     "bench --heads 4 --head-dim 8": "the following arguments are required: --length",
     "bench --heads 4 --head-dim 8 --length 8 --seconds 0": "`0` is not a number of seconds",
 }

@@ -328,6 +328,7 @@ def test_new_scales_do_not_keep_programs_for_ever() -> None:
 @pytest.fixture
 def asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     monkeypatch.setattr("jax_fastattn.ops.dispatch.refuse_platform", dispatch.takes_cuda)
     eager._program.cache_clear()
     yield

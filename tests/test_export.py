@@ -183,6 +183,7 @@ def test_symbolic_sizes_take_the_xla_path_where_kernels_cannot_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     export = jax.export.export(jax.jit(attention), platforms=["cuda"])
     symbolic = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in SYMBOLIC]
     with pytest.warns(UserWarning, match=r"the dtype is float32.*; sizes are symbolic: "):

@@ -192,15 +192,15 @@ def line_of(function: Any, text: str) -> int:
 
 @pytest.mark.usefixtures("_cuda")
 def test_a_fallback_warns_once_with_its_reasons() -> None:
-    query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
+    query = key = value = jnp.zeros((2, 5, 3, 264), jnp.bfloat16)
 
     def model(*arrays: jax.Array) -> jax.Array:
         return jax.vmap(jax.checkpoint(attention))(*(x[:, None] for x in arrays))
 
     site = f"{__file__}:{line_of(test_a_fallback_warns_once_with_its_reasons, 'jax.vmap')}"
     text = (
-        rf"takes the XLA path for the call at {re.escape(site)}: the dtype is float32; the kernels take bfloat16 and "
-        r"float16 \(cast query, key and value to bfloat16\)\. Pass implementation"
+        rf"takes the XLA path for the call at {re.escape(site)}: `query` has head dim 264; the kernels take at most "
+        r"256; `value` has head dim 264; the kernels take at most 256\. Pass implementation"
     )
     with pytest.warns(UserWarning, match=text) as caught:
         assert "custom_call" not in calls.cuda_text(model, query, key, value)
@@ -209,16 +209,16 @@ def test_a_fallback_warns_once_with_its_reasons() -> None:
         warnings.simplefilter("error")
         calls.cuda_text(attention, query[:1], key[:1], value[:1])
         calls.cuda_text(lambda *x: attention(*x, implementation="xla"), query, key, value)
-    with pytest.warns(UserWarning, match="head dim 264"):
-        wide = jnp.zeros((2, 5, 3, 264), jnp.bfloat16)
+    with pytest.warns(UserWarning, match="head dim 272"):
+        wide = jnp.zeros((2, 5, 3, 272), jnp.bfloat16)
         calls.cuda_text(attention, wide, wide, wide)
 
 
 @pytest.mark.usefixtures("_cuda")
 def test_a_fallback_says_what_to_do_instead() -> None:
     """And `explain` says the same."""
-    query, key = jnp.zeros((2, 5, 3, 8)), jnp.zeros((2, 7, 3, 8))
-    with pytest.warns(UserWarning, match="takes the XLA path") as caught, target_arch("sm_80"):
+    query, key = jnp.zeros((2, 1, 3, 8)), jnp.zeros((2, 256, 3, 8))
+    with pytest.warns(UserWarning, match="there are few queries in float32") as caught, target_arch("sm_80"):
         calls.cuda_text(attention, query, key, key)
         explained = str(explain(query, key, key))
     assert "cast query, key and value to bfloat16" in str(caught[0].message)
@@ -256,7 +256,7 @@ def call_linen(x: jax.Array) -> jax.Array:
 
 
 def call_nnx(x: jax.Array) -> jax.Array:
-    layer = nnx.MultiHeadAttention(3, 24, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn)
+    layer = nnx.MultiHeadAttention(3, 792, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn)
     return nnx.jit(lambda layer, x: layer(x))(layer, x)
 
 
@@ -266,10 +266,10 @@ def call_jax_nn(x: jax.Array) -> jax.Array:
 
 
 CALLERS = {
-    "attention_varlen": (call_varlen, "attention_varlen(", (5, 3, 8)),
-    "linen": (call_linen, "init_with_output(", (2, 5, 24)),
-    "nnx": (call_nnx, "lambda layer", (2, 5, 24)),
-    "jax.nn": (call_jax_nn, "jax.nn.", (2, 5, 3, 8)),
+    "attention_varlen": (call_varlen, "attention_varlen(", (5, 3, 264)),
+    "linen": (call_linen, "init_with_output(", (2, 5, 792)),
+    "nnx": (call_nnx, "lambda layer", (2, 5, 792)),
+    "jax.nn": (call_jax_nn, "jax.nn.", (2, 5, 3, 264)),
 }
 
 
@@ -278,7 +278,7 @@ CALLERS = {
 def test_a_fallback_names_the_line_of_the_user_not_of_a_library(name: str) -> None:
     caller, line, shape = CALLERS[name]
     site = f"{__file__}:{line_of(caller, line)}"
-    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: the dtype is float32"):
+    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: `query` has head dim 264"):
         calls.cuda_text(caller, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
@@ -313,8 +313,8 @@ def test_a_fallback_passes_over_the_frames_of(library: str) -> None:
     exec("def layer(x): return attention(x, x, x)", module)
     caller = lambda x: module["layer"](x)
     site = f"{__file__}:{line_of(test_a_fallback_passes_over_the_frames_of, 'caller = ')}"
-    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: the dtype is float32"):
-        calls.cuda_text(caller, jax.ShapeDtypeStruct((2, 5, 3, 8), jnp.float32))
+    with pytest.warns(UserWarning, match=f"for the call at {re.escape(site)}: `query` has head dim 264"):
+        calls.cuda_text(caller, jax.ShapeDtypeStruct((2, 5, 3, 264), jnp.float32))
 
 
 @pytest.mark.usefixtures("_cuda")
@@ -325,26 +325,28 @@ def test_insisting_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         return attention(*arrays, implementation="cuda")
 
     def reasons() -> list[str]:
-        with pytest.raises(NotImplementedError) as caught:
+        with pytest.raises(NotImplementedError) as caught, jax.default_matmul_precision("highest"):
             calls.cuda_text(run, query, key, value)
         first, *listed, last = str(caught.value).splitlines()
         assert first == 'implementation="cuda" cannot run this call:'
         assert last == "implementation=None falls back to the XLA path."
         return [line.removeprefix("  - ") for line in listed]
 
-    case = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272)
-    expected = unsupported_reasons(case.problem(), "sm_90a")
+    problem = Case(query_length=5, key_length=7, group=2, head_dim=264, v_head_dim=272).problem()
+    problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, precision="highest"))
+    expected = unsupported_reasons(problem, "sm_90a")
     assert reasons() == [str(reason) for reason in expected]
-    assert [reason.kind for reason in expected] == ["dtype", "head_dim", "head_dim"]
+    assert [reason.kind for reason in expected] == ["precision", "head_dim", "head_dim"]
     assert [bool(reason.remedy) for reason in expected] == [True, False, False]
     monkeypatch.setattr(ffi.registry, "named_arch", lambda: "sm_75")
-    assert reasons() == [str(reason) for reason in unsupported_reasons(case.problem(), "sm_75")]
+    assert reasons() == [str(reason) for reason in unsupported_reasons(problem, "sm_75")]
     monkeypatch.setattr(libraries, "is_installed", lambda module: False)
     assert reasons() == ffi.missing_parts() + [str(reason) for reason in expected]
 
 
 @pytest.mark.usefixtures("_cuda")
-def test_the_backward_pass_falls_back_with_the_forward_pass() -> None:
+def test_the_backward_pass_falls_back_with_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.refuse_float32(monkeypatch)
     query, key, value = (x.astype(jnp.float32) for x in BASE.operands(jax.random.key(0))[:3])
     with pytest.warns(UserWarning, match="float32"):
         text = calls.cuda_text(jax.grad(lambda *x: attention(*x).sum()), query, key, value)

@@ -17,6 +17,7 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.ffi import registry
 from jax_fastattn.kernels import choose, codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_memory_limit
+from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM
 from jax_fastattn.kernels.choose import SHORT_LENGTH, configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.key import KernelSpec
@@ -62,8 +63,9 @@ def test_every_gpu_case_is_supported(arch: str) -> None:
     assert [str(case) for case in GPU_CASES if unsupported_reasons(case.problem(), arch)] == []
 
 
+FEW = "to make bfloat16 terms of the keys moves three times their bytes"
 ALONE = {
-    "dtype": ({"dtype": "float32"}, "the dtype is float32; the kernels take bfloat16 and float16"),
+    "few-queries": ({"dtype": "float32", "query_length": 1}, f"there are few queries in float32; {FEW}"),
     "head-dim": ({"head_dim": 264, "v_head_dim": 64}, "`query` has head dim 264; the kernels take at most 256"),
     "v-head-dim": ({"v_head_dim": 264}, "`value` has head dim 264; the kernels take at most 256"),
 }
@@ -74,6 +76,19 @@ def test_one_obstacle_is_one_reason(name: str) -> None:
     change, reason = ALONE[name]
     (found,) = unsupported_reasons(dataclasses.replace(BASE, **change).problem(), "sm_90a")
     assert found.text == reason
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_float32_has_kernels_up_to_a_head_dim_of_each_gpu(arch: str) -> None:
+    most = MAX_HEAD_DIM if shared_memory_limit(arch) > 100 << 10 else NARROW_HEAD_DIM
+    case = dataclasses.replace(BASE, dtype="float32", head_dim=most, v_head_dim=64)
+    assert unsupported_reasons(case.problem(), arch) == []
+    kernels = [kernel_spec(case.problem(), op, arch) for op in ("forward", "backward")]
+    assert {(x.family, x.products, x.operand_dtype, x.result_dtype) for x in kernels} == {
+        ("sm80", "bf16x3", "bfloat16", "float32")
+    }
+    (reason,) = unsupported_reasons(dataclasses.replace(case, head_dim=most + 1).problem(), arch)
+    assert reason.kind == "head_dim" and f"at most {most}" in reason.text
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)
@@ -159,8 +174,8 @@ def test_only_tiles_of_known_cards_are_borrowed() -> None:
 
 
 def test_all_reasons_come_together() -> None:
-    case = dataclasses.replace(BASE, dtype="float32", head_dim=264, v_head_dim=272)
-    assert len(unsupported_reasons(case.problem(), "sm_75")) == 4
+    problem = dataclasses.replace(BASE, head_dim=264, v_head_dim=272).problem()
+    assert len(unsupported_reasons(dataclasses.replace(problem, dtype="float64"), "sm_75")) == 4
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -7,6 +7,8 @@ Each reshape is next to its inverse, and `restore` applies the inverses to the r
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any, TypeVar
 
 import jax
@@ -71,8 +73,16 @@ def _precision(dtype: Any) -> str:
     The call may be lowered and differentiated under another setting. Products of 16-bit operands are exact at any
     precision, and a higher one would only slow them down.
     """
+    if dtype != jnp.float32:
+        return "default"
     setting: str | None = jax.config.jax_default_matmul_precision  # pyright: ignore (settings are made at run time)
-    return "default" if setting is None or dtype != jnp.float32 else setting
+    return "highest" if forbids_tf32() else setting or "default"
+
+
+@functools.cache
+def forbids_tf32() -> bool:
+    """Returns whether the environment forbids TF32. It is read once, as NVIDIA's libraries read it."""
+    return os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
 
 
 def checked(name: str, x: Any, kind: str) -> jax.Array:

@@ -24,11 +24,11 @@ from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.compilation import cache, libraries, workers
+from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import SHORT_LENGTH, SHORT_LOADING_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.ops.cuda.passes import HEAD_DIM_MULTIPLE
 
 # These are long calls; calls with a config for short lengths, packed ones too; and calls with enough short heads that
 # dq is added in semaphore order. Together with `few_queries`, `biased` and `compared` they have every key that any size
@@ -104,16 +104,16 @@ def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
         raise UsageError("--batch alone chooses no kernel; pass --length too, or leave out --batch")
     for size in sizes:
         case = shapes.sized(layer, options, size)
-        v_head_dim = case.v_head_dim and _padded(case.v_head_dim)
-        case = dataclasses.replace(case, head_dim=_padded(case.head_dim), v_head_dim=v_head_dim)
+        v_head_dim = case.v_head_dim and _padded(case.v_head_dim, case.dtype)
+        case = dataclasses.replace(case, head_dim=_padded(case.head_dim, case.dtype), v_head_dim=v_head_dim)
         yield case
         if case.mask is not None:
             # Under a mask of padding all queries see the same keys.
             yield dataclasses.replace(case, mask="bs")
 
 
-def _padded(head_dim: int) -> int:
-    return head_dim + -head_dim % HEAD_DIM_MULTIPLE
+def _padded(head_dim: int, dtype: str) -> int:
+    return head_dim + -head_dim % head_dim_multiple(dtype)
 
 
 def _architectures(options: argparse.Namespace) -> list[str]:
@@ -252,7 +252,7 @@ def describe(spec: KernelSpec) -> str:
         "dlse": "gradient of the log-sum-exp",
         "ordered": "dq in semaphore order",
     }
-    words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.operand_dtype]
+    words = [spec.arch, spec.op, head_dims, f"group {spec.group}", spec.result_dtype]
     if spec.op == "prepass":
         side = "keys" if spec.config.transposed else "queries"
         words = [spec.arch, spec.op, f"tiles of {spec.config.rows}x{spec.config.keys}", f"lists of {side}"]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
+from jax_fastattn.kernels.arguments.precision import products_of
 from jax_fastattn.kernels.bias_shapes import bias_kind, stored_dtype
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
@@ -244,9 +245,14 @@ def splits_keys(problem: Problem) -> bool:
 
     The kernel of a deterministic call does not depend on the batch, which counts as large enough to fill the GPU.
     """
-    rows = problem.query_length * problem.group
     if problem.page:
         return reads_pages(problem)
+    return problem.dtype != "float32" and has_few_queries(problem)
+
+
+def has_few_queries(problem: Problem) -> bool:
+    """Returns whether the keys take longer to read than the products with them, so that their bytes count alone."""
+    rows = problem.query_length * problem.group
     if problem.bias_shape or _has_placed_features(problem):
         return False
     # The forward kernel reads keys once, too, where a head has them to itself, and has faster products.
@@ -300,9 +306,9 @@ def _takes_whole_units(problem: Problem, key: KernelSpec) -> bool:
 def reads_pages(problem: Problem) -> bool:
     """Returns whether a kernel reads the pages of a problem; else they are gathered into dense keys and values first.
 
-    This needs few queries, and head dims that need no padding: padded pages would be copies, too.
+    This needs few queries, 16 bits, and head dims that need no padding: padded or split pages would be copies, too.
     """
-    is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0
+    is_aligned = problem.head_dim % 8 == 0 and problem.v_head_dim % 8 == 0 and problem.dtype != "float32"
     is_small = is_known(problem.query_length) and problem.query_length * problem.group <= MAX_SPLIT_ROWS
     return (
         problem.page > 0 and is_known(problem.pages) and is_small and is_aligned and not _has_placed_features(problem)
@@ -348,12 +354,14 @@ def kernel_spec(
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
-    family = "sm90" if arch == "sm_90a" else "sm80"
+    products = products_of(problem.dtype, spec.precision)
+    assert products is not None, "`unsupported_reasons` admits no other dtype and precision"
+    family = "sm90" if arch == "sm_90a" and products == "native" else "sm80"
     bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
     key = KernelSpec(
         op=op,
         arch=arch,
-        operand_dtype=problem.dtype,  # pyright: ignore[reportArgumentType] (unsupported_reasons admits these two only)
+        operand_dtype="float16" if problem.dtype == "float16" else "bfloat16",
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         group=problem.group,
@@ -373,6 +381,7 @@ def kernel_spec(
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,
         features=_features(spec, op),
+        products=products,
         family=family,
     )
     loads = key.cost.score_nbytes or key.cost.key_nbytes

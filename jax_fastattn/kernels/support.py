@@ -7,9 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED
+from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED, shared_memory_limit
+from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, SPLIT_PRECISION, products_of
 from jax_fastattn.kernels.choose import (
     forward_spec,
+    has_few_queries,
     is_listed,
     kernel_spec,
     list_sizes,
@@ -22,14 +24,16 @@ from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.code import Code, places
 from jax_fastattn.spec import Problem, is_known
 
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
+# In float32, GPUs with less shared memory for a CTA take head dims up to `NARROW_HEAD_DIM`.
+_WIDE_NBYTES = 128 << 10
 
 # Only dispatch finds reasons of the first line.
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "head_dim", "symbolic", "length", "program", "mask_mod",
+    "architecture", "dtype", "precision", "few_queries", "head_dim", "symbolic", "length", "program", "mask_mod",
 ]
 # fmt: on
 
@@ -54,6 +58,8 @@ class Reason:
 
 _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
+    "precision": 'set `jax.default_matmul_precision` to "default", or cast query, key and value to bfloat16',
+    "few_queries": "cast query, key and value to bfloat16",
     "program": 'pass `implementation="xla"`, or an array as `bias` or `mask`',
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
@@ -71,16 +77,27 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     symbolic = problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
+    most, where = _max_head_dim(problem.dtype, arch if is_known_arch else None)
     checks: list[tuple[bool, Kind, str]] = [
         (
             is_known_arch,
             "architecture",
             f"the GPU architecture is {arch}; the kernels run on {', '.join(ARCHITECTURES)}",
         ),
-        (problem.dtype in DTYPES, "dtype", f"the dtype is {problem.dtype}; the kernels take {' and '.join(DTYPES)}"),
+        (problem.dtype in DTYPES, "dtype", f"the dtype is {problem.dtype}; the kernels take {', '.join(DTYPES)}"),
+        (
+            problem.dtype not in DTYPES or products_of(problem.dtype, problem.spec.precision) is not None,
+            "precision",
+            f'the precision of float32 products is "{problem.spec.precision}"; the kernels have {SPLIT_PRECISION}',
+        ),
         *(
-            (size <= MAX_HEAD_DIM, "head_dim", f"`{name}` has head dim {size}; the kernels take at most {MAX_HEAD_DIM}")
+            (size <= most, "head_dim", f"`{name}` has head dim {size}; the kernels take at most {most}{where}")
             for name, size in zip(("query", "value"), head_dims, strict=True)
+        ),
+        (
+            problem.dtype != "float32" or bool(symbolic) or not has_few_queries(problem),
+            "few_queries",
+            "there are few queries in float32; to make bfloat16 terms of the keys moves three times their bytes",
         ),
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
@@ -128,6 +145,13 @@ def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:
         text = f"`mask_mod` reads {staged} numbers of queries, keys and distances; the kernels take {MAX_STAGED_PLANES}"
         found.append((text, "compute fewer ahead of the call, or pass an array as `mask`"))
     return found
+
+
+def _max_head_dim(dtype: str, arch: str | None) -> tuple[int, str]:
+    """Returns up to which head dim there are kernels for a dtype, and in words where that limit holds."""
+    if dtype == "float32" and arch is not None and shared_memory_limit(arch) < _WIDE_NBYTES:
+        return NARROW_HEAD_DIM, f" in float32 with {shared_memory_limit(arch) // 1024} KB of shared memory"
+    return MAX_HEAD_DIM, ""
 
 
 def speed_note(arch: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
+from jax_fastattn.kernels.arguments.precision import SPLIT_PRECISION
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
 from jax_fastattn.kernels.support import Reason, describe_kernels, describe_lists, speed_note, unsupported_reasons
@@ -37,7 +38,8 @@ class Explanation:
         kernel: families of the CUDA kernels, such as "sm90 forward, sm90 backward", or "sm90 decode" alone for pages,
             which have no gradient; None on the XLA path.
         tile: tile sizes of these kernels, in words; None on the XLA path.
-        variant: which kernels of the families run, and how dq is added up, in words; None on the XLA path.
+        variant: which kernels of the families run, how dq is added up, and the products of float32 operands with their
+            error class, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
         note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, what travels if a mesh
@@ -95,7 +97,8 @@ def takes_cuda(problem: Problem) -> bool:
     reasons = cuda_reasons(problem)
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
-    if reasons:
+    # The XLA path is what a caller has asked for who sets such a precision.
+    if reasons and all(reason.kind != "precision" for reason in reasons):
         _warn_once(problem, reasons)
     return not reasons
 
@@ -155,6 +158,12 @@ def with_note(found: Explanation, note: str) -> Explanation:
 
 
 def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
+    """Describes which kernels run, how dq is added up, and by which products float32 is multiplied."""
+    words = _passes(problem, arch, has_gradient=has_gradient)
+    return f"{words}; {SPLIT_PRECISION}" if problem.dtype == "float32" else words
+
+
+def _passes(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, and how dq is added up."""
     forward = forward_spec(problem, arch)
     if forward.op == "decode":

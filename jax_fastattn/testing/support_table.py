@@ -96,6 +96,11 @@ def problems() -> dict[str, Problem]:
         "`mask_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], mask_mod=_CODE),
         "`score_mod`": with_spec(base, score_mod=_CODE),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
+        '32 bits at the precision "highest"': dataclasses.replace(
+            found["float32"], spec=dataclasses.replace(base.spec, precision="highest")
+        ),
+        "32 bits and few queries": dataclasses.replace(found["float32"], query_length=1),
+        "32 bits and head dim 192": dataclasses.replace(found["float32"], head_dim=192),
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import calls
 import jax
 import numpy as np
 import pytest
@@ -428,7 +429,8 @@ def test_two_devices_beside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_texts_of_plain_programs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grad = lowering.plain_programs()["grad-float32"]  # for which no kernel is compiled
+    calls.refuse_float32(monkeypatch)  # then no kernel is compiled
+    grad = lowering.plain_programs()["grad-float32"]
     monkeypatch.setattr(lowering, "plain_programs", lambda: {"grad": grad})
     before, after = tmp_path / "before", tmp_path / "after"
     with pytest.warns(UserWarning, match="float32"):

@@ -495,6 +495,7 @@ def test_insisting_on_kernels_refuses_tangents(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_call_that_no_kernel_runs_does_not_warn_of_tangents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     with pytest.warns(UserWarning, match="float32") as caught:
         calls.cuda_text(lambda x, u: jax.jvp(ours, x, u), X, U)
     assert len(caught) == 1

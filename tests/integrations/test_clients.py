@@ -237,6 +237,7 @@ def test_modules_of_flax_pass_booleans(family: str, seen: Any, monkeypatch: pyte
 
 def test_a_call_without_kernels_is_noticed(seen: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     arrays = arrays_of(129, 64, jnp.bfloat16)
     assert_reaches_kernels(lambda *x: bind(is_causal=True)(*x), arrays, seen)
     with pytest.raises(AssertionError):

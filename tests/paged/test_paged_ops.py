@@ -379,11 +379,13 @@ def test_cuda_alone_says_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(NotImplementedError, match="the platform is not CUDA"):
         paged_attention(**draw(), implementation="cuda")
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     with pytest.raises(NotImplementedError, match="the dtype is float32"):
         calls.cuda_text(lambda x: paged_attention(**x, implementation="cuda"), draw())
 
 
 def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     with pytest.warns(UserWarning, match=f"for the call at {re.escape(__file__)}:[0-9]+: the dtype is float32"):
         calls.cuda_text(attend, draw())

@@ -188,6 +188,7 @@ def test_every_block_with_a_bias_runs_a_kernel(
 def test_a_fallback_names_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks are lowered with masks and operands of their own."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
+    calls.refuse_float32(monkeypatch)
     arrays = {x: array for x, array in rings.draw(20).items() if x != "dout"}
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:

@@ -20,6 +20,7 @@ from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_bloc
 from jax_fastattn.ops.cuda.prepass import REPLACED, TileLists, kept_lists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
+from jax_fastattn.ops.cuda.split import SPLIT, side_by_side
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 
@@ -60,6 +61,8 @@ class LaunchPlan:
             residuals: what a backward pass takes in addition to the operands of the call, by name, `[B, T, ...]` each.
         """
         arrays: dict[str, jax.Array | None] = operands._asdict() | residuals
+        if kernel.products == "bf16x3":
+            arrays |= {name: side_by_side(x) for name in SPLIT if (x := arrays.get(name)) is not None}
         if operands.is_packed:
             rows = {name: arrays[name] for name in (*QKV, *residuals)}
             arrays |= {name: x if x is None else _joined(x) for name, x in rows.items()}

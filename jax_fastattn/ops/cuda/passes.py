@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_fastattn import ffi
 from jax_fastattn.heads import reduce_to, scale_gradient
+from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
 from jax_fastattn.kernels.decode.config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
@@ -34,13 +35,10 @@ from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, Problem
 
-# Copies of 16 bytes need rows that are a multiple of 16 bytes apart.
-HEAD_DIM_MULTIPLE = 8
-
 
 def pad_head_dim(x: jax.Array) -> jax.Array:
     """Pads x with zero columns up to the next head dim that kernels take; returns x itself if it has one."""
-    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    missing = -x.shape[-1] % head_dim_multiple(str(x.dtype))
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 

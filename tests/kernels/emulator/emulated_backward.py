@@ -47,8 +47,8 @@ class Sizes:
     With these offsets and lengths some rows see no key, some rows and keys are padding, and one sequence is empty. A
     `shift` is added to queries and taken off keys, which makes all scores about -shift^2 * head_dim * scale.
     `bias` is the shape of a bias `[b, n, t, s]`, of which a share of `bias_holes` is -inf. `factor` multiplies queries
-    and keys, `cotangents` those of each key/value head, and `sink` is added to sinks. A `value_mean` is added to values,
-    which are then numbers of bfloat16 with a spread of 8: delta is nearly as large as what it is taken off.
+    and keys, `cotangents` those of each key/value head, and `sink` is added to sinks. A `value_mean` is added to
+    values, which are then numbers of bfloat16 with a spread of 8: delta is nearly as large as what it is taken off.
     """
 
     batch: int = 3

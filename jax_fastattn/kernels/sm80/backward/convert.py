@@ -57,7 +57,7 @@ class ConvertKernel:
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         acc, end = self.reduce.finish(buffers, index, warp, lane, end)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
-        units = load_units(buffers, queries, heads // spec.group, work.kv_head)
+        units = load_units(buffers, queries, heads // self.spec.group, work.kv_head)
         self._scatter(acc, shared, warp, lane, end, over_ds(units, scalars.scale))
         cute.arch.sync_threads()
         target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * self.tile.columns)

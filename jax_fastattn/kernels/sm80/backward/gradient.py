@@ -15,8 +15,8 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
     """Returns the binary logarithm of a factor on P, and so on dV, dS, dK and dQ until they are stored.
 
     One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
-    of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead. P of operands in two terms
-    crosses in float32.
+    of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead. P of operands in two
+    terms crosses in float32.
     """
     return 14 if config.roles == 2 and spec.operand_dtype == "bfloat16" and spec.products == "native" else 0
 

@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""`jax.default_matmul_precision`, as it is where a call is traced, chooses how float32 is multiplied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import calls
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_fastattn import attention, explain
+from jax_fastattn.canonical.arguments import forbids_tf32
+from jax_fastattn.kernels.arguments.precision import SPLIT_PRECISION, SPLIT_PRECISIONS, products_of
+from jax_fastattn.ops.cuda.split import side_by_side
+
+X = jax.ShapeDtypeStruct((2, 129, 3, 40), jnp.float32)
+# What JAX can be set to, and whether kernels then multiply float32.
+SETTINGS = {
+    None: True,
+    "default": True,
+    "high": True,
+    "tensorfloat32": True,
+    "bfloat16": True,
+    "TF32_TF32_F32": True,
+    "BF16_BF16_F32": True,
+    "BF16_BF16_BF16": True,
+    "BF16_BF16_F32_X3": True,
+    "F16_F16_F16": True,
+    "F16_F16_F32": True,
+    "highest": False,
+    "float32": False,
+    "F32_F32_F32": False,
+    "TF32_TF32_F32_X3": False,
+    "BF16_BF16_F32_X6": False,
+    "BF16_BF16_F32_X9": False,
+}
+
+
+@pytest.fixture
+def _gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This process believes to have an H100."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.fixture
+def no_tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    forbids_tf32.cache_clear()
+    yield
+    forbids_tf32.cache_clear()
+
+
+def test_the_table_has_every_setting_once() -> None:
+    assert {name or "default" for name, runs in SETTINGS.items() if runs} == SPLIT_PRECISIONS
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_chooses(setting: str | None) -> None:
+    with jax.default_matmul_precision(setting):
+        found = explain(X, X, X)
+    if SETTINGS[setting]:
+        assert found.kernel == "sm80 forward, sm80 backward"
+        assert found.variant is not None and found.variant.endswith(SPLIT_PRECISION)
+    else:
+        assert found.implementation == "xla"
+        reason = f'the precision of float32 products is "{setting}"; the kernels have {SPLIT_PRECISION}'
+        assert found.reasons[0] == reason
+        assert "set `jax.default_matmul_precision`" in found.advice
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_16_bits_follow_no_setting() -> None:
+    x = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
+    with jax.default_matmul_precision("highest"):
+        assert explain(x, x, x).kernel == "sm90 forward, sm90 backward"
+    assert products_of("float16", "highest") == "native" and products_of("float64", "default") is None
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_a_call_follows_the_setting_of_its_trace() -> None:
+    """The gradient has the products of the call, whatever is set where it is taken."""
+
+    def program(setting: str, **options: Any) -> str:
+        def loss(x: jax.Array) -> jax.Array:
+            with jax.default_matmul_precision(setting):
+                return attention(x, x, x, **options).sum()
+
+        with jax.default_matmul_precision("highest" if setting == "high" else "high"):
+            return calls.cuda_text(jax.grad(loss), X)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert calls.count_launches(program("high")) == 2
+        assert calls.count_launches(program("highest")) == 0
+    with pytest.raises(NotImplementedError, match='the precision of float32 products is "highest"'):
+        program("highest", implementation="cuda")
+
+
+@pytest.mark.usefixtures("_gpu", "no_tf32")
+def test_an_environment_without_tf32_counts_as_highest() -> None:
+    found = explain(X, X, X)
+    assert found.reasons[0].startswith('the precision of float32 products is "highest"')
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_operands_are_split_and_padded_once() -> None:
+    """Head dim 40 becomes 64, in two terms; results are float32."""
+    text = calls.cuda_text(lambda x: attention(x, x, x), X)
+    (launch,) = [line for line in text.splitlines() if "stablehlo.custom_call @jax_fastattn_launch" in line]
+    operands, _, results = launch.partition("->")
+    assert operands.count("tensor<2x129x3x128xbf16>") == 3
+    assert "tensor<2x129x3x64xf32>" in results and "bf16" not in results
+
+
+def test_terms_add_up() -> None:
+    """To 16 bits, in a program that XLA has simplified; infinities stay."""
+    x = jnp.array([1.0, -1 / 3, 1e-30, 3e38, 257.0, jnp.inf, -jnp.inf, 0.0])
+    high, low = jnp.split(jax.jit(side_by_side)(x).astype(jnp.float32), 2)
+    assert (jnp.abs(high[:5] + low[:5] - x[:5]) <= 2.0**-16 * jnp.abs(x[:5])).all()
+    assert (high[5:] == x[5:]).all() and not low[5:].any()
+    assert low[1] != 0 and low[4] == 1.0
+
+
+def test_eager_calls_under_two_settings_are_two_programs() -> None:
+    x = jnp.linspace(0, 1, 2 * 5 * 3 * 8).reshape(2, 5, 3, 8)
+    texts = []
+    for setting in ("default", "highest"):
+        with jax.default_matmul_precision(setting):
+            attention(x, x, x)
+            texts.append(str(jax.make_jaxpr(attention)(x, x, x)))
+    assert "precision='default'" in texts[0] and "precision='highest'" in texts[1]
