@@ -21,11 +21,13 @@ Primitive: Any = type(jax.lax.add_p)
 def runs_at_once() -> bool:
     """Returns whether an operation runs when it is called, so that nothing is traced; False where jax does not say.
 
-    Also False under `debug_nans` and `debug_infs`, which look at each operation.
+    Also False under `debug_nans` and `debug_infs`, which look at each operation, and under `debug_key_reuse`: jax 0.8
+    does not trace a program anew for it.
     """
     is_clean = getattr(jax_core, "trace_state_clean", None)
     config: Any = jax.config
-    return is_clean is not None and is_clean() and not (config.jax_debug_nans or config.jax_debug_infs)
+    looks = config.jax_debug_nans or config.jax_debug_infs or config.jax_debug_key_reuse
+    return is_clean is not None and is_clean() and not looks
 
 
 def separate_channels(ctx: mlir.LoweringRuleContext) -> None:

@@ -150,17 +150,19 @@ PEERS = (
         "leave it out: the heads of `key` say it",
     ),
     Row(
-        (
-            "dropout_p",
-            "dropout_rate",
-            "dropout",
-            "dropout_probability",
-            "attention_dropout",
-            "dropout_rng",
-            "dropout_mask",
-        ),
-        "flash-attn, PyTorch, TransformerEngine, cuDNN, Flax",
-        "leave it out: there is no dropout of weights",
+        ("dropout_p", "dropout", "dropout_probability", "attention_dropout"),
+        "flash-attn, PyTorch, TransformerEngine, cuDNN",
+        "pass `dropout_rate`, and a key as `dropout_key`",
+    ),
+    Row(
+        ("dropout_rng", "seed", "rng_state"),
+        "Flax, cuDNN, TransformerEngine, flash-attn",
+        "pass a key of `jax.random` as `dropout_key`, such as `jax.random.key(seed)`",
+    ),
+    Row(
+        ("dropout_mask",),
+        "tokamax",
+        "pass `dropout_rate` and `dropout_key`; `dropout_mask` returns the mask that they make",
     ),
     Row(
         ("precision",),

@@ -82,6 +82,15 @@ def token_ids(sequences: jax.Array, length: int, *, of_keys: bool) -> jax.Array:
     return jnp.where(inside, ids, PADDING_ID - of_keys)
 
 
+def token_starts(sequences: jax.Array, query_ids: jax.Array, key_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the first row of the sequence of each query and of each key, int32 `[B, T]` and `[B, S]`."""
+    found = (
+        jnp.take_along_axis(sequences[:, :, column], jnp.maximum(ids, 0), axis=1)
+        for column, ids in ((0, query_ids), (2, key_ids))
+    )
+    return next(found), next(found)
+
+
 def token_offsets(sequences: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns where query t stands among all keys, minus t: int32 `[B, T]`, from `token_ids` of queries."""
     offsets = sequences[:, :, 2] - sequences[:, :, 0]

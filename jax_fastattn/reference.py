@@ -8,7 +8,7 @@ This docstring and the function below are the contract that every implementation
     logits = score_mod(logits, b, h, i, j)                  with score_mod
     logits = cap * tanh(logits / cap)                       with logits_soft_cap
     weights = exp(logits) over visible keys / (sum of exp(logits) over visible keys + exp(sink))
-    out = weights . value
+    out = weights . value                                   with dropout, (weights * survival) . value
 
 Key j is visible to query i when all of this holds, with p = i + query_offset (0 if absent):
 
@@ -19,6 +19,8 @@ Key j is visible to query i when all of this holds, with p = i + query_offset (0
     mask_mod(b, h, i, j)
     mask[i, j]                            where a mask with K heads is read at the key/value head, and so is a bias
 
+- Survival is 0 for a weight that is dropped, and 1 / (1 - rate) for one that is kept, as `dropout.py` defines it.
+  Denominator and log-sum-exp have all weights, and no tile, device or implementation changes what is kept.
 - The log-sum-exp is log(sum of exp(logits) over visible keys + exp(sink)): natural, and the softmax's denominator.
 - A query that sees no key, or only logits of -inf, has out 0, zero gradients for its query, and a log-sum-exp of -inf,
   or of the sink where there is one.
@@ -43,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import packed
+from jax_fastattn import dropout, packed
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.code import Code, Place, places
@@ -96,10 +98,26 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
 
     is_empty = total == 0.0
     safe_total = jnp.where(is_empty, 1.0, total)
-    out = jnp.einsum("bnts,bsnd->btnd", weights / safe_total[..., None], value)
+    weights = weights / safe_total[..., None]
+    if operands.dropout is not None:
+        weights = weights * survival(operands, dtype)
+    out = jnp.einsum("bnts,bsnd->btnd", weights, value)
     out = jnp.where(jnp.moveaxis(rows, 1, 2)[..., None], out, 0.0)
     lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(safe_total))
     return out.astype(operands.query.dtype), jnp.moveaxis(lse, 1, 2)
+
+
+def survival(operands: Operands, dtype: Any) -> jax.Array:
+    """Returns the factors of dropout on the weights, in a shape that broadcasts to `[B, N, T, S]`."""
+    assert operands.dropout is not None
+    rows = [jnp.arange(x.shape[1], dtype=jnp.int32) for x in (operands.query, operands.key)]
+    starts = None
+    if operands.sequences is not None:
+        ids = [packed.token_ids(operands.sequences, len(x), of_keys=i == 1) for i, x in enumerate(rows)]
+        of_queries, of_keys = packed.token_starts(operands.sequences, ids[0], ids[1])
+        starts = of_queries[:, None], of_keys[:, None]
+    kept = dropout.kept(operands.dropout, rows[0], rows[1], starts)
+    return jnp.where(kept, dropout.factor(operands.dropout, dtype)[..., None, None], 0.0)
 
 
 def paged_reference(spec: AttentionSpec, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:

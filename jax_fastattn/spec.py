@@ -73,6 +73,7 @@ class Operands(NamedTuple):
         scale: a factor on query . key that is not static.
         sequences: M sequences that lie one after the other, each with R numbers: 4, or 5 with offsets; see
             `packed.py`. Offset, lengths and segment ids are absent then.
+        dropout: W numbers of each head, which say what weights are kept; see `dropout.py`.
         head_numbers, query_numbers, key_numbers, distance_numbers: P planes of `score_mod`, then of `mask_mod`, in the
             order in which programs have them; U = T + S distances `key - query + T`. See `programs/planes.py`.
         table_numbers: C floats that a function without code captures, one array after the other.
@@ -95,6 +96,7 @@ class Operands(NamedTuple):
     sinks: Annotated[jax.Array | None, Operand("bN", "logits", differentiable=True)] = None
     scale: Annotated[jax.Array | None, Operand("b1", "logits", differentiable=True)] = None
     sequences: Annotated[jax.Array | None, Operand("BMR", "int32")] = None
+    dropout: Annotated[jax.Array | None, Operand("bnW", "int32")] = None
     head_numbers: Annotated[jax.Array | None, Operand("bnP", "logits", differentiable=True)] = None
     query_numbers: Annotated[jax.Array | None, Operand("bnPT", "logits", differentiable=True)] = None
     key_numbers: Annotated[jax.Array | None, Operand("bnPS", "logits", differentiable=True)] = None
@@ -214,6 +216,11 @@ class AttentionSpec:
     @property
     def has_programs(self) -> bool:
         return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Returns whether a device needs all rows: programs, and dropout in packed sequences, count them."""
+        return self.has_programs or {"dropout", "sequences"} <= {*self.present}
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

@@ -165,7 +165,7 @@ def test_messages_name_only_packages_that_an_index_has(monkeypatch: pytest.Monke
 
 def test_public_names() -> None:
     ours = ["attention", "attention_varlen", "explain", "paged_attention", "register_ffi_targets", "target_arch"]
-    ours += ["and_masks", "block_mask", "causal", "or_masks"]
+    ours += ["and_masks", "block_mask", "causal", "dropout_mask", "or_masks"]
     ours += ["all_to_all_attention", "positions", "ring_attention", "unzigzag", "zigzag"]
     assert sorted(jax_fastattn.__all__) == sorted(ours)
     assert all(callable(getattr(jax_fastattn, name)) for name in jax_fastattn.__all__)
@@ -178,6 +178,7 @@ def test_public_names() -> None:
         ("jax_fastattn.api", "ring_attention unzigzag zigzag"),
         ("jax_fastattn.integrations.flax", "Packed attention_fn bind"),
         ("jax_fastattn.integrations.jax_nn", "install installed uninstall"),
+        ("jax_fastattn.integrations.keras", "install installed uninstall"),
     ],
 )
 def test_public_names_are_imported_from_where_they_were(module: str, names: str) -> None:

@@ -30,20 +30,22 @@ from jax_fastattn import (
     ring_attention,
     zigzag,
 )
-from jax_fastattn.integrations import flax, jax_nn
+from jax_fastattn.integrations import flax, jax_nn, keras
 from jax_fastattn.testing.keyword_table import with_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 X = jnp.ones((2, 5, 4, 8))
 FUNCTIONS = [getattr(jax_fastattn, name) for name in jax_fastattn.__all__]
 FUNCTIONS += [flax.attention_fn, flax.bind, flax.Packed, jax_nn.install, jax_nn.uninstall, jax_nn.installed]
+FUNCTIONS += [keras.install, keras.uninstall, keras.installed]
 
 SAID = [
     (attention, {"causal": True}, "pass `is_causal=True`; for flash-attn's bottom-right alignment also `query_offset="),
     (attention, {"softmax_scale": 1.0}, "pass `scale`"),
     (attention, {"window_size": (3, 0)}, "pass `local_window_size=(left, right)`, with None in place of -1"),
     (attention, {"softcap": 5.0}, "pass `logits_soft_cap`, with None in place of 0.0"),
-    (attention, {"dropout_p": 0.0}, "leave it out: there is no dropout of weights"),
+    (attention, {"dropout_p": 0.0}, "pass `dropout_rate`, and a key as `dropout_key`"),
+    (attention, {"dropout_rng": 0}, "pass a key of `jax.random` as `dropout_key`, such as `jax.random.key(seed)`"),
     (attention, {"attn_mask": X}, "pass a bool array, True where the query may attend, as `mask`, and one to add as"),
     (attention, {"alibi_slopes": X}, "slopes or positions in bfloat16 are silently wrong"),
     (attention, {"block_table": X}, "pass `page_table` to `paged_attention`"),

@@ -21,7 +21,6 @@ from test_flax import bind
 from test_vmap import EXAMPLES, check_against_a_loop, repeats_keys
 
 from jax_fastattn import attention
-from jax_fastattn.integrations import flax as integration
 from jax_fastattn.ops.sharding import own_letters
 
 CASE = dataclasses.replace(calls.EVERYTHING, mask="bkts")
@@ -163,13 +162,11 @@ def test_mask_per_key_value_head_under_explicit_axes(mapped: tuple[str, ...]) ->
 
 
 def test_flax_takes_a_mask_per_key_value_head() -> None:
-    """Also where it computes the call itself, for the sake of dropout."""
+    """With dropout, too."""
     queries, keys, values = (jnp.stack([x, -x]) for x in (Q, K, Q[:, :3].repeat(3, 1)[:, :7, :3]))
     mask = jnp.stack([MASK, ~MASK]).at[..., 0].set(True)
     whole = jnp.repeat(mask, 2, axis=-3)
     calls.assert_same(bind()(queries, keys, values, mask=mask), bind()(queries, keys, values, mask=whole))
     dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}
-    integration._warn_of_dropout.cache_clear()
-    with pytest.warns(UserWarning, match="passes calls with dropout"):
-        found = bind()(queries, keys, values, mask=mask, **dropout)
+    found = bind()(queries, keys, values, mask=mask, **dropout)
     calls.assert_same(found, bind()(queries, keys, values, mask=whole, **dropout))

@@ -44,15 +44,16 @@ def test_what_is_derived_from_the_table() -> None:
     assert compare.Results._fields == ("out", "lse", *(f"d{name}" for name in DIFFERENTIABLE))
     assert compare.Results(1, 2) == (1, 2, *[None] * 11)
     broadcast = [name for name, axes in zip(OPERANDS, batching.axes_of(tuple(OPERANDS)), strict=True) if axes[0] == "b"]
-    assert broadcast == ["bias", "mask", "sinks", "scale", *PLANES]
-    assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask", *integers]
-    assert {"query": 2, "bias": 1, "mask": 1, "sinks": 1} | dict.fromkeys(PLANES, 1) == batching.HEAD_AXIS
-    assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask", *PLANES]
+    assert broadcast == ["bias", "mask", "sinks", "scale", "dropout", *PLANES]
+    assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask", "dropout", *integers]
+    heads = {"query": 2, "bias": 1, "mask": 1, "sinks": 1, "dropout": 1}
+    assert heads | dict.fromkeys(PLANES, 1) == batching.HEAD_AXIS
+    assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask", "dropout", *PLANES]
     assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["bias", "mask"]
 
 
 def test_letters_of_the_axes() -> None:
-    letters = ["BTNH", "BSKH", "BSKD", "BNTS", "BNTS", "B", "B", "B", "BT", "BS", "BN", "BN", "BMR"]
+    letters = ["BTNH", "BSKH", "BSKD", "BNTS", "BNTS", "B", "B", "B", "BT", "BS", "BN", "BN", "BMR", "BNW"]
     letters += ["BNP", "BNPT", "BNPS", "BNPU", "BNC"] * 2
     letters += ["L"] * len(KEPT_LISTS)
     assert [x.letters for x in OPERANDS.values()] == letters

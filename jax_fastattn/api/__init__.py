@@ -4,6 +4,7 @@
 
 from jax_fastattn.api.batched import attention
 from jax_fastattn.api.block_mask import block_mask
+from jax_fastattn.api.dropout import dropout_mask
 from jax_fastattn.api.explain import explain
 from jax_fastattn.api.masks import and_masks, causal, or_masks
 from jax_fastattn.api.packed import attention_varlen
@@ -17,6 +18,7 @@ __all__ = [
     "attention_varlen",
     "block_mask",
     "causal",
+    "dropout_mask",
     "explain",
     "or_masks",
     "paged_attention",

@@ -79,6 +79,9 @@ def attention(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
+    dropout_rate: float | jax.Array = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | BlockMask | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -137,6 +140,15 @@ def attention(
             windows. Default: 0, `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
         deterministic: whether gradients must be bitwise equal from run to run, and the bits of a row must not depend on
             the other entries of the batch, see docs/numerics.md. Holds in kernels. Default: False.
+        dropout_rate: the probability with which an attention weight becomes 0; the others are divided by one minus it.
+            A Python or NumPy number from 0 to 1, rounded to a multiple of 2^-15, or a `jax.Array` of shape `()`, traced
+            or not, which is run-time data. The log-sum-exp does not change. Default: 0, no dropout.
+        dropout_key: a key of `jax.random`, typed or legacy, which the call uses up. Together with the rate and the
+            indices of batch entry, head, query and key it says which weights are kept (`dropout_mask`), on every
+            platform and mesh. Inside `jax.shard_map` these are indices of the share: fold the axis index into the key.
+            Default: None; a rate needs a key.
+        broadcast_dropout: whether all batch entries and heads share one mask `[T, S]`, as is Flax's default. Default:
+            False.
         score_mod: `score_mod(score, b, h, q, k)`, a JAX function of scalars that returns what becomes of a scaled,
             biased logit before the soft cap. All of its floats are float32 (float64 for float64 input), and b, h, q, k
             are int32 indices of `query` and `key`. Arrays that it captures are data, and differentiable;
@@ -168,6 +180,8 @@ def attention(
         "segment_ids": segment_ids,
         "sinks": sinks,
         "query_offset": query_offset,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
     }
     options = {
         "is_causal": is_causal,
@@ -176,6 +190,7 @@ def attention(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "broadcast_dropout": broadcast_dropout,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
     }

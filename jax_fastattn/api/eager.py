@@ -9,8 +9,8 @@ A signature has what the program may depend on:
   as x64, the precision of products, the default device, the mesh and `target_arch`: `jax.jit` tells these apart.
 
 Other calls run as they are: a call inside a transformation, whose program is the caller's; a call with NumPy arrays,
-lists or other objects that may change; and a call under `debug_nans` or `debug_infs`. Under `disable_jit`, `jax.jit`
-itself runs the function as it is.
+lists or other objects that may change; and a call under `debug_nans`, `debug_infs` or `debug_key_reuse`. Under
+`disable_jit`, `jax.jit` itself runs the function as it is.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def call(function: Callable[..., Any], operands: Mapping[str, Any], options: Map
                 arrays[name] = x
             elif name == "query_offset" and _is_position(x):
                 arrays[name] = np.int32(x)
+            elif name == "dropout_rate" and _is_rate(x):
+                arrays[name] = np.float32(x)
             elif kind := _kind(x):
                 plain[name] = x
                 kinds.append(kind)
@@ -79,6 +81,11 @@ def _is_known(x: Any) -> bool:
 def _is_position(x: Any) -> bool:
     """Returns whether `x` is an offset that may change from token to token. It is data then; an offset of 0 is none."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x) and -(2**31) <= int(x) < 2**31
+
+
+def _is_rate(x: Any) -> bool:
+    """Returns whether `x` is a rate that may change from call to call. It is data then; a rate of 0 is no dropout."""
+    return isinstance(x, (int, float, np.floating)) and not isinstance(x, bool) and bool(0 < x <= 1)
 
 
 def _kind(x: Any) -> object:

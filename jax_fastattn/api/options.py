@@ -31,7 +31,15 @@ class Options(TypedDict, total=False):
     deterministic: bool
 
 
-class DenseOptions(Options, total=False):
+class DropoutOptions(Options, total=False):
+    """Keyword arguments of functions that have gradients."""
+
+    dropout_rate: float | jax.Array
+    dropout_key: jax.Array | None
+    broadcast_dropout: bool
+
+
+class DenseOptions(DropoutOptions, total=False):
     """Keyword arguments of functions of dense arrays."""
 
     query_seq_lengths: ArrayLike | None
@@ -54,7 +62,7 @@ class BlockMaskOptions(DenseOptions, total=False):
     mask: ArrayLike | None
 
 
-class PackedOptions(Options, total=False):
+class PackedOptions(DropoutOptions, total=False):
     """Keyword arguments of `attention_varlen`."""
 
     query_offset: int | ArrayLike | Literal["bottom_right"]

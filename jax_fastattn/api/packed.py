@@ -75,6 +75,9 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
     deterministic: bool = False,
+    dropout_rate: float | jax.Array = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -98,6 +101,8 @@ def attention_varlen(
             sequence stand at its last key. Default: 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
+        dropout_rate, dropout_key, broadcast_dropout: as for `attention`, with one batch entry. What is kept depends on
+            where a sequence begins, besides the indices in it; `dropout_mask` takes the boundaries.
         score_mod, mask_mod: as for `attention`; q and k count from the start of each sequence, and b is its number.
 
     Returns:
@@ -117,6 +122,8 @@ def attention_varlen(
         "scale": scale,
         "sinks": sinks,
         "query_offset": query_offset,
+        "dropout_rate": dropout_rate,
+        "dropout_key": dropout_key,
     }
     options = {
         "is_causal": is_causal,
@@ -125,6 +132,7 @@ def attention_varlen(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "broadcast_dropout": broadcast_dropout,
         "score_mod": score_mod,
         "mask_mod": mask_mod,
     }

@@ -96,6 +96,9 @@ def ring_attention(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
+    dropout_rate: float | jax.Array = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
@@ -125,6 +128,9 @@ def ring_attention(
         segment_ids: integers `[B, L]` (with L = M), or a pair `([B, L], [B, M])`, of this device's rows. Default: None.
         query_seq_lengths, key_value_seq_lengths: integers `[B]`. Default: None.
         query_offset: int or integers `[B]`. With an offset that is not 0 every device visits all others. Default: 0.
+        dropout_rate, dropout_key, broadcast_dropout: as for `attention`. The key is the same on all devices of the
+            axis, and rows are those of the whole sequence; batch entries and heads are this device's, so fold the index
+            of an axis that splits them into the key. It excludes `boundaries`.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic: as
             for `attention`. With a window, only the devices whose keys some query sees are visited.
 
@@ -156,7 +162,15 @@ def ring_attention(
         sinks=sinks,
         query_offset=query_offset,
         deterministic=deterministic,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
     )
+    if spec.needs_whole_rows:
+        raise NotImplementedError(
+            "`boundaries` and `dropout_rate` are both given, expected one of them in a ring; pass `segment_ids` in "
+            "place of `boundaries`, or call `all_to_all_attention`, which takes both"
+        )
     call_sites.note(spec, operands)
     results = vjp.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))
@@ -226,6 +240,9 @@ def all_to_all_attention(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
+    dropout_rate: float | jax.Array = 0.0,
+    dropout_key: jax.Array | None = None,
+    broadcast_dropout: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes what `ring_attention` does for contiguous rows, with heads in place of rows split during the call.
 
@@ -241,6 +258,7 @@ def all_to_all_attention(
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, deterministic: as for
             `attention`.
         sinks: any floating dtype, `[N]`, of all heads. Default: None.
+        dropout_rate, dropout_key, broadcast_dropout: as for `ring_attention`, also with `boundaries`.
 
     Returns:
         This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.
@@ -269,6 +287,9 @@ def all_to_all_attention(
         sinks=sinks,
         query_offset=query_offset,
         deterministic=deterministic,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        broadcast_dropout=broadcast_dropout,
     )
     results = all_to_all.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))

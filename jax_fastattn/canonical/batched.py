@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_fastattn.canonical import arguments, validation
+from jax_fastattn.canonical import arguments, dropout, validation
 from jax_fastattn.canonical.programs import programs
 from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands
@@ -26,6 +26,9 @@ def canonicalize(
     segment_ids: Any = None,
     sinks: Any = None,
     query_offset: Any = 0,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    broadcast_dropout: Any = False,
     score_mod: Any = None,
     mask_mod: Any = None,
     **static: Any,
@@ -52,6 +55,7 @@ def canonicalize(
         value=v,
         bias=arguments.plane(axes, "bias", bias, batched),
         sinks=None if sinks is None else arguments.check_sinks(axes, sinks, q.dtype),
+        dropout=dropout.operand(dropout_rate, dropout_key, broadcast_dropout, (axes["B"], axes["N"])),
         **predicate,
         **planes,
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn import packed
-from jax_fastattn.canonical import arguments, validation
+from jax_fastattn.canonical import arguments, dropout, validation
 from jax_fastattn.canonical.programs import programs
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.block_mask import BlockMask
@@ -27,6 +27,9 @@ def canonicalize(
     *,
     sinks: Any = None,
     query_offset: Any = 0,
+    dropout_rate: Any = 0.0,
+    dropout_key: Any = None,
+    broadcast_dropout: Any = False,
     score_mod: Any = None,
     mask_mod: Any = None,
     **static: Any,
@@ -54,6 +57,7 @@ def canonicalize(
         sequences=packed.with_offsets(sequences, None if offset is None else jnp.clip(offset, -UNBOUNDED, UNBOUNDED))[
             None
         ],
+        dropout=dropout.operand(dropout_rate, dropout_key, broadcast_dropout, (1, axes["N"])),
         **planes,
     )
     return arguments.resolve(operands, **static, **found)

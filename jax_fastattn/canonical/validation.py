@@ -21,6 +21,9 @@ import numpy as np
 
 from jax_fastattn.spec import is_known
 
+# These arguments may be arrays of shape ().
+_SCALARS = ("scale", "dropout_rate", "rate")
+
 _LARGEST_FLOAT32, _SMALLEST_FLOAT32 = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 # The number of rows of a page is a multiple of this.
@@ -227,7 +230,7 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"`{name}` is a traced value, expected a Python float; mark it static")
     is_scalar = np.isscalar(x) or (hasattr(x, "shape") and x.shape == ())
-    expected = "expected a float; pass a number" + (", or a `jax.Array` of shape ()" if name == "scale" else "")
+    expected = "expected a float; pass a number" + (", or a `jax.Array` of shape ()" if name in _SCALARS else "")
     if isinstance(x, (bool, np.bool_, str, bytes)) or not is_scalar or np.iscomplexobj(x):
         raise TypeError(f"`{name}` is {type(x).__name__}, {expected}")
     try:
@@ -241,6 +244,17 @@ def check_scalar(name: str, x: Any, *, positive: bool = False) -> float:
     if abs(value) > _LARGEST_FLOAT32 or (positive and value < _SMALLEST_FLOAT32):
         raise ValueError(f"`{name}` is {value}, expected a{' positive' if positive else ''} number that float32 holds")
     return value
+
+
+def check_rate(name: str, x: Any) -> float | jax.Array:
+    """Returns a share of the weights as a Python float, or as an array of shape (), whose value is not checked."""
+    if isinstance(x, jax.Array):
+        check_scalar_array(name, x)
+        return x
+    rate = check_scalar(name, x)
+    if not 0 <= rate <= 1:
+        raise ValueError(f"`{name}` is {rate}, expected a number from 0 to 1; pass the share of weights to drop")
+    return rate
 
 
 def check_scalar_array(name: str, x: jax.Array) -> None:

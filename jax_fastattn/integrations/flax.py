@@ -16,8 +16,8 @@ A packed batch takes the place of the mask. It is data of the call, so new segme
 Every argument that a module may pass is honored or raises. Two things differ from Flax's own function: softmax is in
 float32 for every dtype, and a query that sees no key gives 0, while Flax gives the mean of the values.
 
-The attention weights never exist in memory. Sowing them raises an error. A call with dropout on them goes to
-Flax's own function, with one warning, so its result is Flax's.
+The attention weights never exist in memory, with dropout neither. Sowing them raises an error. What dropout keeps
+depends on the module's key as in `jax_fastattn.attention`, and so is not what Flax's own function would keep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,9 +105,9 @@ def attention_fn(
         mask: broadcastable to `[batch..., N, T, S]`, or with K heads, which groups of query heads share. It
             holds bools, or numbers as the mask functions of Flax return them; a query may attend where it is not 0. A
             `Packed` instead lets tokens attend inside their own sequence. Default None.
-        broadcast_dropout, dropout_rng: as in Flax.
-        dropout_rate: the rate of dropout on the attention weights. If it is not 0 (the default) and not
-            `deterministic`, Flax's function computes the call.
+        broadcast_dropout: whether all batch entries and heads drop the same weights, as in Flax. Default True.
+        dropout_rng: the key of dropout, which a module makes for each call. Default None; a rate needs a key.
+        dropout_rate: the rate of dropout on the attention weights, as in Flax. Default 0.
         deterministic: whether dropout is off, as in Flax. Default False.
         dtype: the dtype that query, key and value are cast to. Default None: their common dtype.
         precision: the precision of products of float32, as in Flax: a `jax.lax.Precision`, a
@@ -129,30 +128,27 @@ def attention_fn(
         `[batch..., T, N, D]` in the common dtype.
 
     Raises:
-        NotImplementedError: for sown weights, custom einsums, a precision without a name, or dropout together with
-            options that Flax's function lacks; the message lists every one.
+        NotImplementedError: for sown weights, custom einsums, or a precision without a name; the message lists every
+            one.
         ValueError: for shapes that do not fit, or `is_causal` in a decoding step.
     """
     del input_positions
     if text := keywords.unknown("attention_fn", options):
         raise TypeError(text)
+    if "dropout_key" in options:
+        raise TypeError("`dropout_key` is given, expected the key as modules pass it; pass `dropout_rng`")
     query, key, value = (validation.as_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     bias = None if bias is None else validation.as_array("bias", bias)
     mask = mask if mask is None or isinstance(mask, Packed) else _numbers("mask", mask)
     is_causal = validation.check_flag("is_causal", is_causal)
     deterministic_gradients = validation.check_flag("deterministic_gradients", deterministic_gradients)
-    has_dropout = not validation.check_flag("deterministic", deterministic)
-    drops = has_dropout and _rate("dropout_rate", dropout_rate) != 0
-    validation.check_implementation(options.get("implementation"))
-    given = [
-        name for name, value in options.items() if value is not None and (name != "implementation" or value != "xla")
-    ]
+    if not validation.check_flag("deterministic", deterministic):
+        options |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng, "broadcast_dropout": broadcast_dropout}
     packed = mask.given() if isinstance(mask, Packed) else []
     _refuse(
-        dropout=packed + given if drops else [],
         bias=bias is not None and "cu_seqlens" in packed,
         module=module is not None,
-        precision=not drops and _precision_name(precision) == "",
+        precision=_precision_name(precision) == "",
         einsum_dot_general=einsum_dot_general is not None,
         qk_attn_weights_einsum=qk_attn_weights_einsum is not None,
         attn_weights_value_einsum=attn_weights_value_einsum is not None,
@@ -169,22 +165,6 @@ def attention_fn(
         raise ValueError(
             f"`is_causal` with one query and {key_length} keys lets the query see only the first key. In a decoding "
             "step the module's mask already hides the future: leave `is_causal` out, or bind `query_offset`."
-        )
-    if drops:
-        assert not isinstance(mask, Packed)  # refused above
-        return _attend_with_dropout(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            is_causal=is_causal,
-            broadcast_dropout=broadcast_dropout,
-            dropout_rng=dropout_rng,
-            dropout_rate=dropout_rate,
-            dtype=dtype,
-            precision=precision,
-            force_fp32_for_softmax=force_fp32_for_softmax,
         )
     dtype = _dtype(dtype, query=query, key=key, value=value)
     arrays = [x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value)]
@@ -264,51 +244,22 @@ def _attend_packed(
     of_queries, of_keys = (x.reshape(math.prod(batch), x.shape[-1]) for x in both)
     if name == "segment_ids":
         return attention(*arrays, segment_ids=(of_queries, of_keys), **options)
-    return jax.vmap(functools.partial(attention_varlen, **options))(*arrays, of_queries, of_keys)
+    own: dict[str, jax.Array] = {}
+    key = options.pop("dropout_key", None)
+    if key is not None and options["broadcast_dropout"]:
+        options["dropout_key"] = key
+    elif key is not None:  # rows of the batch have masks of their own, as they have without packing
+        own["dropout_key"] = jax.random.split(key, math.prod(batch))
 
+    def attend(own: dict[str, jax.Array], *arrays: jax.Array) -> Any:
+        return attention_varlen(*arrays, **own, **options)
 
-def _attend_with_dropout(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    *,
-    is_causal: bool,
-    **arguments: Any,
-) -> jax.Array:
-    """Calls linen's function, whose dropout draws the same weights as nnx's."""
-    from flax import linen  # takes a second, which calls without dropout need not wait for
-
-    _warn_of_dropout()
-    num_heads, (query_length, key_length) = query.shape[-2], (query.shape[-3], key.shape[-3])
-    bias, mask = (
-        jnp.repeat(x, num_heads // key.shape[-2], axis=-3)
-        if x is not None and x.ndim == query.ndim and x.shape[-3] == key.shape[-2] > 1
-        else x
-        for x in (bias, mask)
-    )
-    key, value = (jnp.repeat(x, num_heads // x.shape[-2], axis=-2) for x in (key, value))
-    if is_causal:
-        causal = jnp.tril(jnp.ones((1,) * (query.ndim - 2) + (query_length, key_length), bool))
-        mask = causal if mask is None else _expand(mask, query.ndim).astype(bool) & causal
-    return linen.dot_product_attention(query, key, value, bias, mask, **arguments)
-
-
-@functools.cache
-def _warn_of_dropout() -> None:
-    warnings.warn(
-        "jax_fastattn's attention_fn passes calls with dropout on the attention weights to flax.linen's own attention, "
-        "which materializes the weights. Set `dropout_rate=0.0` in the module to use fused attention.",
-        stacklevel=2,
-    )
+    return jax.vmap(attend)(own, *arrays, of_queries, of_keys)
 
 
 def _refuse(**arguments: Any) -> None:
     """Raises `NotImplementedError` with every argument that fused attention cannot honor."""
-    lacking = ", ".join(f"`{name}`" for name in arguments["dropout"])
     remedies = {
-        "dropout": f"Flax's own attention computes it and lacks {lacking}; set `dropout_rate=0.0`",
         "bias": "attention inside `cu_seqlens` takes no bias: give `Packed` the `segment_ids` instead",
         "module": "the weights to sow never exist in memory: call the module with `sow_weights=False`",
         "precision": "set one precision for both operands, by a name that `jax.default_matmul_precision` takes",
@@ -333,14 +284,6 @@ def _numbers(name: str, x: Any) -> jax.Array:
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
         raise TypeError(f"`{name}` has dtype {array.dtype}; expected bool or numbers.")
     return array
-
-
-def _rate(name: str, x: Any) -> float:
-    """Returns a share of the weights."""
-    rate = validation.check_scalar(name, x)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"`{name}` is {rate}; expected a number from 0 to 1.")
-    return rate
 
 
 def _dtype(dtype: Any, **operands: jax.Array) -> Any:

@@ -5,7 +5,8 @@
     with jax_nn.installed():        # or jax_nn.install(), until jax_nn.uninstall()
         model.fit(...)
 
-Keras, equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. Code that
+equimo, ejkernel and Flax's nnx look the function up in `jax.nn` at each call, and then call ours. So do layers of Keras
+without dropout; `integrations.keras` serves all of its layers. Code that
 looked it up earlier (`from jax.nn import dot_product_attention`) keeps the original, and so do functions that JAX
 traced and cached earlier. The replacement holds for all threads of the process.
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -43,7 +46,12 @@ def dot_product_attention(*args: Any, implementation: str | None = None, **kwarg
 
 @explained
 def install() -> None:
-    """Puts `dot_product_attention` into `jax.nn`, until `uninstall`. A second call changes nothing."""
+    """Puts `dot_product_attention` into `jax.nn`, until `uninstall`. A second call changes nothing.
+
+    If Keras is imported, one warning names `integrations.keras`.
+    """
+    if "keras" in sys.modules:
+        _warn_of_keras()
     if getattr(jax.nn, _NAME) is not dot_product_attention:
         _replaced.append(getattr(jax.nn, _NAME))
         setattr(jax.nn, _NAME, dot_product_attention)
@@ -67,3 +75,12 @@ def installed() -> Generator[None, None, None]:
     finally:
         if before is not dot_product_attention:
             uninstall()
+
+
+@functools.cache
+def _warn_of_keras() -> None:
+    warnings.warn(
+        "Keras is imported, and its attention layers that have dropout never call jax.nn, not even in inference. Use "
+        "`jax_fastattn.integrations.keras.installed()` for models of Keras.",
+        stacklevel=4,
+    )

@@ -34,6 +34,7 @@ _WIDE_NBYTES = 128 << 10
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
     "architecture", "dtype", "precision", "few_queries", "head_dim", "symbolic", "length", "program", "mask_mod",
+    "dropout",
 ]
 # fmt: on
 
@@ -61,6 +62,7 @@ _REMEDIES: dict[Kind, str] = {
     "precision": 'set `jax.default_matmul_precision` to "default", or cast query, key and value to bfloat16',
     "few_queries": "cast query, key and value to bfloat16",
     "program": 'pass `implementation="xla"`, or an array as `bias` or `mask`',
+    "dropout": 'pass `implementation="xla"`, or `dropout_rate=0.0`',
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
 
@@ -107,6 +109,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),
         (problem.spec.score_mod is None, "program", "no kernel evaluates `score_mod` yet"),
+        ("dropout" not in problem.spec.present, "dropout", "no kernel drops attention weights yet"),
     ]
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(problem)]

@@ -41,13 +41,16 @@ def _spread(ring: Ring, operands: Operands) -> Operands:
     def gather(x: jax.Array | None, axis: int = 1) -> jax.Array | None:
         return None if x is None else jax.lax.all_gather(x, ring.axes, axis=axis, tiled=True)
 
+    def own(x: jax.Array | None) -> jax.Array | None:
+        return x if x is None or x.shape[1] == 1 else _own_heads(ring, x)
+
     def spread(x: jax.Array | None) -> jax.Array | None:
         """Returns a bias or a mask `[b, n, t, s]`. One row on each of several stands for all rows, or for its own."""
         if x is None:
             return None
         x = repeat(x, 1) if 1 < x.shape[1] == kv_heads < heads else x
         if x.shape[2] == 1 and rows != 1:
-            return x if x.shape[1] == 1 else _own_heads(ring, x)
+            return own(x)
         return gather(x, 2) if x.shape[1] == 1 else _exchange(ring, x, split=1, concat=2)
 
     return operands._replace(
@@ -59,6 +62,7 @@ def _spread(ring: Ring, operands: Operands) -> Operands:
         query_segment_ids=gather(operands.query_segment_ids),
         key_value_segment_ids=gather(operands.key_value_segment_ids),
         sinks=None if operands.sinks is None else _own_heads(ring, operands.sinks),
+        dropout=own(operands.dropout),
     )
 
 

@@ -135,8 +135,7 @@ class Op:
             return functools.partial(self.ring.bind, **given | {"spec": spec})
 
         local = functools.partial(self.share.bind, **given)
-        # The indices of programs are rows of the whole sequence, and a ring has rows of a device.
-        has_ring = self.ring is not None and not given["spec"].has_programs
+        has_ring = self.ring is not None and not given["spec"].needs_whole_rows
         return partitioned(local, self._axes(**given), on_ring if has_ring else None)
 
     def _lower(self, ctx: mlir.LoweringRuleContext, *values: Any, needs_devices: Any, **params: Any) -> Any:

@@ -307,10 +307,13 @@ def _by_name(operands: Operands) -> dict[str, jax.Array]:
 
 
 def _attention(spec: AttentionSpec, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    arguments: dict[str, Any] = {name: x for name, x in given.items() if not name.endswith("segment_ids")}
+    others = ("query_segment_ids", "key_value_segment_ids", "dropout")
+    arguments: dict[str, Any] = {name: x for name, x in given.items() if name not in others}
     if "query_segment_ids" in given:
         arguments["segment_ids"] = given["query_segment_ids"], given["key_value_segment_ids"]
-    return attention(**arguments, **draws.static_options(spec), return_residual=True)
+    dropout = given.get("dropout")
+    with draws.kept_by(dropout if dropout is None or dropout.ndim == 3 else dropout[None]):
+        return attention(**arguments, **draws.static_options(spec), return_residual=True)
 
 
 def check(case: Case) -> None:

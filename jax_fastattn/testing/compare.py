@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.reference import attention_reference, by_query_head, padding_rows, visible_pairs
+from jax_fastattn.reference import attention_reference, by_query_head, padding_rows, survival, visible_pairs
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
@@ -190,7 +190,10 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
     is_empty = jnp.all(jnp.isneginf(extended), axis=3)
     extended = jnp.where(is_empty[..., None], 0.0, extended)
 
-    weights = jax.nn.softmax(extended, axis=3)[..., :-1].astype(dtype)
+    weights = jax.nn.softmax(extended, axis=3)[..., :-1]
+    if operands.dropout is not None:
+        weights = weights * survival(operands, wide)
+    weights = weights.astype(dtype)
     weights = jnp.where(is_empty[..., None], zero, weights).reshape(grouped.shape)
     out = jnp.where(sees, jnp.einsum("bkgts,bskd->btkgd", weights, value), zero)
     out = out.reshape(batch, query_length, num_heads, value.shape[3])

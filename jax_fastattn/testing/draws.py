@@ -8,16 +8,19 @@ the public function.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.api import attention_varlen
+from jax_fastattn.canonical import dropout
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.testing.compare import Results
@@ -179,6 +182,13 @@ def static_options(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
+def kept_by(operand: jax.Array | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes public calls drop weights by an operand `[b, n, W]`, as if made of a key; None drops nothing."""
+    if operand is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(dropout, "operand", lambda *_: operand)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
     spec: AttentionSpec,
@@ -194,16 +204,17 @@ def _evaluate(
 
     def function(*arrays: jax.Array) -> tuple[Any, jax.Array]:
         given = operands._replace(**dict(zip(names, arrays, strict=True)))
-        out, lse = attention_varlen(
-            given.query[0],
-            given.key[0],
-            given.value[0],
-            *boundaries,
-            **static_options(spec),
-            return_residual=True,
-            sinks=None if given.sinks is None else given.sinks[0],
-            query_offset=query_offset,
-        )
+        with kept_by(given.dropout):
+            out, lse = attention_varlen(
+                given.query[0],
+                given.key[0],
+                given.value[0],
+                *boundaries,
+                **static_options(spec),
+                return_residual=True,
+                sinks=None if given.sinks is None else given.sinks[0],
+                query_offset=query_offset,
+            )
         return out[None] if dlse is None else (out[None], lse[None]), lse[None]
 
     found, pullback, lse = jax.vjp(function, *(getattr(operands, name) for name in names), has_aux=True)

@@ -95,6 +95,7 @@ def problems() -> dict[str, Problem]:
         "`mask_mod`, a function with code": with_spec(base, mask_mod=_CODE),
         "`mask_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], mask_mod=_CODE),
         "`score_mod`": with_spec(base, score_mod=_CODE),
+        "`dropout_rate`": with_spec(base, present=(*base.spec.present, "dropout")),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
         '32 bits at the precision "highest"': dataclasses.replace(
             found["float32"], spec=dataclasses.replace(base.spec, precision="highest")

@@ -20,9 +20,10 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jax_fastattn import dropout
 from jax_fastattn.heads import reduce_to, rows_of, split_heads
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.packed import by_token, key_range
+from jax_fastattn.packed import by_token, key_range, token_starts
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, is_known
 from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning
@@ -47,6 +48,9 @@ class Blocks:
     Attributes:
         query, key, value: `[B, K, G, T, H]`, `[B, S, K, H]` and `[B, S, K, D]`.
         bias, mask: `[b, k, g, t, s]`. With one row for each key/value head, g is 1.
+        dropout: the operand `[b, k, g, W]`; None without.
+        starts: the first rows of the sequences of queries and keys, `[B, 1, 1, T]` and `[B, 1, 1, S]`, if sequences are
+            packed and weights are dropped.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
         sequences: the operand, if sequences are packed.
@@ -61,6 +65,8 @@ class Blocks:
     value: jax.Array
     bias: jax.Array | None
     mask: jax.Array | None
+    dropout: jax.Array | None
+    starts: tuple[jax.Array, jax.Array] | None
     bands: tuple[tuple[Span, Span], ...]
     queries: Axis
     keys: Axis
@@ -93,6 +99,8 @@ class Blocks:
             value=operands.value,
             bias=None if operands.bias is None else split_heads(operands.bias, num_kv_heads, 1),
             mask=None if operands.mask is None else split_heads(operands.mask, num_kv_heads, 1),
+            dropout=None if operands.dropout is None else split_heads(operands.dropout, num_kv_heads, 1),
+            starts=_starts(sequences, operands),
             bands=bands(spec, operands, tuning),
             queries=queries,
             keys=Axis.cut(key_length, key_chunk),
@@ -147,6 +155,25 @@ class Blocks:
             return of_seen_keys()
         out = self.product("bkgts,bskd->bkgtd", weights, value)
         return lax.cond(jnp.isfinite(out).all(), lambda: out, of_seen_keys)
+
+    def survival(self, queries: Span, keys: Span) -> jax.Array | None:
+        """Returns the factors on the weights of a block by dropout, in a shape that broadcasts; None without.
+
+        They are drawn anew where they are needed, so that no array of all of them exists.
+        """
+        if self.dropout is None:
+            return None
+        starts = None
+        if self.starts is not None:
+            starts = self.take_query(self.starts[0], queries), keys.take(self.starts[1], 3, self.keys.length)
+        kept = dropout.kept(self.dropout, queries.positions(), keys.positions(), starts)
+        factor = dropout.factor(self.dropout, self.zero.dtype)[..., None, None]
+        return jnp.where(kept, factor, jnp.zeros((), self.zero.dtype))
+
+    def dropped(self, weights: jax.Array, queries: Span, keys: Span) -> jax.Array:
+        """Returns the weights `[B, K, G, t, s]` of a block, or their tangents, after dropout."""
+        survival = self.survival(queries, keys)
+        return weights if survival is None else weights * survival
 
     def sinks(self) -> jax.Array | None:
         """Returns the sinks `[b, K, G, 1]`; None if they are absent."""
@@ -257,6 +284,15 @@ class Blocks:
             logits, slope = capped * self.spec.logits_soft_cap, 1.0 - capped**2
         logits = self.rounded(logits)
         return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope, mod
+
+
+def _starts(sequences: jax.Array | None, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
+    """Returns `Blocks.starts`, from the sequences and from operands by token."""
+    query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
+    if sequences is None or operands.dropout is None or query_ids is None or key_ids is None:
+        return None
+    of_queries, of_keys = token_starts(sequences, query_ids, key_ids)
+    return of_queries[:, None, None], of_keys[:, None, None]
 
 
 def bands(spec: AttentionSpec, operands: Operands, tuning: Tuning) -> tuple[tuple[Span, Span], ...]:

@@ -70,7 +70,7 @@ def _rows_at_once(blocks: Blocks, queries: Span, keys: Span) -> tuple[jax.Array,
     logits, *_ = blocks.logits(queries, keys, visible)
     sinks = blocks.sinks()
     softmax = Softmax.of(logits, sinks)
-    weights = softmax.weights if sinks is None else softmax.exponentials
+    weights = blocks.dropped(softmax.weights if sinks is None else softmax.exponentials, queries, keys)
     out = blocks.weighted(weights, blocks.value, keys, visible)
     out = out if sinks is None else out / softmax.total[..., None]
     return out.astype(blocks.value.dtype), softmax.top + jnp.log(softmax.total)
@@ -88,7 +88,7 @@ def _rows(blocks: Blocks, queries: Span) -> tuple[jax.Array, jax.Array]:
         # The maximum of a row that has seen nothing yet is -inf; with 0 in its place every exponential is 0.
         shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         weights, decay = jnp.exp(logits - shift[..., None]), jnp.exp(top - shift)
-        weighted = blocks.weighted(weights, blocks.value, keys, visible)
+        weighted = blocks.weighted(blocks.dropped(weights, queries, keys), blocks.value, keys, visible)
         return out * decay[..., None] + weighted, new_top, total * decay + weights.sum(-1)
 
     # A sink is a logit that has been seen before the first key.
@@ -196,7 +196,8 @@ def _add_planes(
     query = zero_unseeing_queries(blocks.take_query(blocks.query, queries), visible)
     # XLA for GPUs fuses both planes with what is before them only if each divides exponentials itself.
     exponentials = jnp.exp(planes.logits - rows.shift[..., None])
-    weights = rows.of_exponentials(exponentials).astype(dtype)
+    weights = rows.of_exponentials(exponentials)
+    weights = (weights if planes.survival is None else weights * planes.survival).astype(dtype)
     dlogits = rows.of_exponentials(exponentials * (planes.dweights - rows.delta[..., None]))
     dlogits = dlogits if planes.slope is None else dlogits * planes.slope
     dlogits = dlogits if visible is None else jnp.where(visible, dlogits, 0.0)

@@ -32,8 +32,9 @@ class Planes(NamedTuple):
         logits: -inf where invisible.
         slope: the derivative of the soft cap; None without.
         mod: the `score_mod` of the block; None without.
-        dweights: the gradient of the weights. It may be NaN where invisible.
+        dweights: the gradient of the weights before dropout. It may be NaN where invisible.
         dout: `[B, K, G, t, D]`, and 0 for queries that see no key of the block.
+        survival: the factors of dropout; None without.
     """
 
     visible: jax.Array | None
@@ -42,6 +43,7 @@ class Planes(NamedTuple):
     mod: ScoreMod | None
     dweights: jax.Array
     dout: jax.Array
+    survival: jax.Array | None
 
     @classmethod
     def of(cls, blocks: Blocks, dout: jax.Array, queries: Span, keys: Span, *, skip_stored_queries: bool) -> Planes:
@@ -50,7 +52,10 @@ class Planes(NamedTuple):
         logits, slope, mod = blocks.logits(queries, keys, visible)
         dout = zero_unseeing_queries(blocks.take_query(dout, queries), visible)
         dweights = blocks.product("bkgtd,bskd->bkgts", dout, blocks.take_key(blocks.value, keys))
-        return cls(visible, logits, slope, mod, dweights, dout)
+        survival = blocks.survival(queries, keys)
+        # The gradient of a weight that is dropped may be NaN where it is invisible.
+        dweights = dweights if survival is None else jnp.where(survival == 0, 0.0, dweights * survival)
+        return cls(visible, logits, slope, mod, dweights, dout, survival)
 
 
 class Softmax(NamedTuple):

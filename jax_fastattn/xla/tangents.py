@@ -249,9 +249,9 @@ class _Motion:
         dout = self._no_dout(queries)
         if dlogits is not None or self.sinks is not None:
             dweights = weights * ((0.0 if dlogits is None else dlogits) - dlse[..., None])
-            dout = dout + blocks.weighted(dweights, blocks.value, keys, visible)
+            dout = dout + blocks.weighted(blocks.dropped(dweights, queries, keys), blocks.value, keys, visible)
         if self.value is not None:
-            dout = dout + blocks.weighted(weights, self.value, keys, visible)
+            dout = dout + blocks.weighted(blocks.dropped(weights, queries, keys), self.value, keys, visible)
         return dout, dlse
 
     def rows(self, queries: Span) -> Results:
@@ -269,9 +269,10 @@ class _Motion:
             weights = jnp.exp(logits - blocks.take_query(self.lse, queries)[..., None])
             if dlogits is not None:
                 dweights = weights * (dlogits if shift is None else dlogits - shift[..., None])
-                dout, dlse = dout + blocks.weighted(dweights, blocks.value, keys, visible), dlse + dweights.sum(-1)
+                survived = blocks.dropped(dweights, queries, keys)
+                dout, dlse = dout + blocks.weighted(survived, blocks.value, keys, visible), dlse + dweights.sum(-1)
             if self.value is not None:
-                dout = dout + blocks.weighted(weights, self.value, keys, visible)
+                dout = dout + blocks.weighted(blocks.dropped(weights, queries, keys), self.value, keys, visible)
             return dout, dlse, total + weights.sum(-1)
 
         dlse = self._from_sinks(queries, shift)

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"jax\.(array_ref|ArrayRef) is deprecated", DeprecationWarning)
     from flax import nnx
 
-from jax_fastattn.integrations import flax as integration
+from jax_fastattn import attention, dropout_mask
 from jax_fastattn.integrations.flax import attention_fn, bind
 
 HEADS, FEATURES, QUERIES, KEYS = 4, 24, 7, 11
@@ -218,9 +218,8 @@ def test_dropout_with_a_bias_per_key_value_head() -> None:
     query, key, value = (jax.random.normal(k, (2, 5, heads, 8)) for k, heads in zip(keys, (6, 3, 3), strict=True))
     bias = jax.random.normal(jax.random.key(6), (2, 3, 5, 5))
     dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}
-    with warnings.catch_warnings(action="ignore"):
-        found, expected = (attention_fn(query, key, value, x, **dropout) for x in (bias, jnp.repeat(bias, 2, axis=1)))
-    assert_same(found, expected, tolerance=0.0)
+    found, expected = (attention_fn(query, key, value, x, **dropout) for x in (bias, jnp.repeat(bias, 2, axis=1)))
+    assert_same(found, expected, tolerance=2e-6)
 
 
 def test_linen_decoding_equals_its_default() -> None:
@@ -285,54 +284,78 @@ def test_bound_causality_sees_a_mask_that_is_passed_by_position() -> None:
     assert_same(found, attention_fn(key[:, -1:], key, key, mask=mask), tolerance=0)
 
 
-def flax_dropout(family: str, ours: Callable[..., jax.Array], call: dict[str, Any], **module: Any) -> None:
-    """Asserts that a module with dropout trains as with its own function, and that a first call warns."""
-    inputs = make_inputs((2, QUERIES))
-    layers = [make_layer(family, dropout_rate=0.4, **own, **module) for own in ({"attention_fn": ours}, {})]
+def weights_of(query: jax.Array, key: jax.Array, **options: Any) -> jax.Array:
+    """The weights `[B, T, N, S]`: the output for values of zeros and one 1."""
+    ones = jnp.broadcast_to(jnp.eye(key.shape[1])[None, :, None], (*key.shape[:3], key.shape[1]))
+    return attention_fn(query, key, ones, **options)
+
+
+def with_mask(mask: Callable[[jax.Array, tuple[int, ...]], jax.Array]) -> Callable[..., jax.Array]:
+    """An attention_fn that makes all weights, and keeps what `mask` makes of a module's key and the shape BNTS."""
+
+    def fn(query: jax.Array, key: jax.Array, value: jax.Array, dropout_rng: Any = None, **options: Any) -> jax.Array:
+        rate, options["dropout_rate"] = options.get("dropout_rate", 0.0), 0.0
+        weights = weights_of(query, key, mask=options.get("mask"), is_causal=options.get("is_causal", False))
+        shape = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+        keep = jnp.moveaxis(mask(dropout_rng, shape), 1, 2)
+        kept = jnp.where(keep, weights / (1 - round(rate * 2**15) / 2**15), 0)
+        return jnp.einsum("btns,bsnd->btnd", kept, jnp.repeat(value, query.shape[2] // value.shape[2], axis=2))
+
+    return functools.wraps(attention_fn)(fn)
+
+
+def flax_dropout(family: str, call: dict[str, Any], **module: Any) -> None:
+    """Asserts that a module with dropout trains as with a formula, with no warning."""
+    inputs, broadcast = make_inputs((2, QUERIES)), module.get("broadcast_dropout", True)
+    formula = with_mask(lambda key, shape: dropout_mask(key, 0.4, shape, broadcast=broadcast))
+    layers = [make_layer(family, dropout_rate=0.4, attention_fn=fn, **module) for fn in (attention_fn, formula)]
     params = make_layer(family, **module)(None, *inputs)
-    call = {"deterministic": False} | call
-    integration._warn_of_dropout.cache_clear()
-    with jax.numpy_dtype_promotion("standard"):
-        with pytest.warns(UserWarning, match=r"passes calls with dropout .* to flax.linen's own attention"):
-            got = outputs_and_gradients(layers[0], params, inputs, **call)
-        want = outputs_and_gradients(layers[1], params, inputs, **call)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        got, want = (outputs_and_gradients(layer, params, inputs, deterministic=False, **call) for layer in layers)
         assert_same(got, want, tolerance=2e-5)
-        again = layers[0](params, *inputs, **call)  # no second warning
-        assert_same(again, got["out"], tolerance=2e-5)
-        assert not np.allclose(layers[0](params, *inputs, deterministic=True), again)
+        evaluated = layers[0](params, *inputs, deterministic=True, **call)
+        assert not np.allclose(evaluated, got["out"])
+        assert_same(evaluated, make_layer(family, **module)(params, *inputs, **call), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(("family", "broadcast"), [("linen", True), ("nnx", False)])
 def test_a_model_with_attention_dropout_trains(family: str, broadcast: bool) -> None:
-    flax_dropout(family, attention_fn, {}, broadcast_dropout=broadcast)
+    flax_dropout(family, {}, broadcast_dropout=broadcast)
 
 
 @pytest.mark.skipif("is_causal" not in NNX_CALL, reason="this flax.nnx has no is_causal")
 @pytest.mark.skipif("num_kv_heads" not in NNX_MODULE, reason="this flax.nnx has no grouped query attention")
 def test_a_causal_model_of_grouped_queries_with_attention_dropout_trains() -> None:
-    flax_dropout("nnx", attention_fn, {"is_causal": True}, num_kv_heads=2)
+    flax_dropout("nnx", {"is_causal": True}, num_kv_heads=2)
 
 
-def test_bound_causality_with_dropout_equals_a_causal_mask() -> None:
+def test_bound_causality_and_windows_with_dropout() -> None:
     inputs = make_inputs((2, QUERIES))
-    theirs, ours = (
-        make_layer("linen", dropout_rate=0.4, **own) for own in ({}, {"attention_fn": bind(is_causal=True)})
-    )
+    layer = make_layer("linen", dropout_rate=0.4, attention_fn=bind(is_causal=True, local_window_size=(3, 0)))
     params = make_layer("linen")(None, *inputs)
-    causal, keys = nn.make_causal_mask(jnp.ones((2, QUERIES)), dtype=bool), jnp.arange(QUERIES)[None, None, None] != 2
-    integration._warn_of_dropout.cache_clear()
-    with pytest.warns(UserWarning, match="passes calls with dropout"):
-        got = ours(params, *inputs, mask=keys, deterministic=False)
-    assert_same(got, theirs(params, *inputs, mask=causal & keys, deterministic=False), tolerance=2e-5)
+    distance = jnp.arange(QUERIES)[:, None] - jnp.arange(QUERIES)[None]
+    seen = ((distance >= 0) & (distance <= 3))[None, None]
+    masked = make_layer("linen", dropout_rate=0.4, attention_fn=attention_fn)
+    found = layer(params, *inputs, deterministic=False)
+    assert_same(found, masked(params, *inputs, mask=seen, deterministic=False), tolerance=2e-5)
 
 
-def test_dropout_names_the_options_that_flax_lacks() -> None:
+def test_attention_itself_refuses_the_dropout_of_linen() -> None:
+    """linen hands over the rate, and no key, in evaluation too; without a rate it runs."""
+    inputs = make_inputs((2, QUERIES))
+    params = make_layer("linen")(None, *inputs)
+    layer = make_layer("linen", dropout_rate=0.4, attention_fn=attention)
+    for deterministic in (True, False):
+        with pytest.raises(ValueError, match=r"`dropout_key` is None .*jax_fastattn.integrations.flax.attention_fn"):
+            layer(params, *inputs, deterministic=deterministic)
+    found = make_layer("linen", attention_fn=attention)(params, *inputs, deterministic=True)
+    assert_same(found, make_layer("linen")(params, *inputs, deterministic=True), tolerance=2e-5)
+
+
+def test_a_key_under_the_name_of_attention_raises() -> None:
     x = jnp.zeros((2, QUERIES, HEADS, 8))
-    options = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
-    with pytest.raises(NotImplementedError, match="lacks `local_window_size`, `scale`; set"):
-        bind(local_window_size=3, scale=1.0, implementation="xla")(x, x, x, **options)
-    with pytest.raises(NotImplementedError, match="lacks `implementation`"):
-        bind(implementation="cuda")(x, x, x, **options)
+    with pytest.raises(TypeError, match=r"`dropout_key` is given, expected .*`dropout_rng`"):
+        bind(dropout_key=jax.random.key(0))(x, x, x)
 
 
 def test_positions_of_nnx_are_accepted() -> None:

@@ -38,7 +38,6 @@ def error_of(function: Any, *args: Any, **arguments: Any) -> str:
     return ""
 
 
-@pytest.mark.filterwarnings("ignore:jax_fastattn's attention_fn passes calls with dropout:UserWarning")
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_wrong_value_names_the_argument(name: str) -> None:

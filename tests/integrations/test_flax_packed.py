@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from test_flax import FEATURES, HEADS, KEYS, QUERIES, assert_same, make_inputs, make_layer, nnx
 
+from jax_fastattn import attention_varlen
 from jax_fastattn.integrations.flax import Packed, attention_fn, bind
 
 # Rows of a packed batch, and the boundaries of the same segments.
@@ -84,5 +85,22 @@ def test_wrong_packed_batches_raise() -> None:
         attention_fn(x, x, x, mask=Packed(cu_seqlens=BOUNDARIES[0]))
     with pytest.raises(NotImplementedError, match="`bias`: attention inside `cu_seqlens` takes no bias"):
         attention_fn(x, x, x, jnp.zeros((QUERIES, QUERIES)), Packed(cu_seqlens=BOUNDARIES))
-    with pytest.raises(NotImplementedError, match=r"lacks `segment_ids`; set `dropout_rate=0.0`"):
-        attention_fn(x, x, x, mask=Packed(SEGMENT_IDS), dropout_rate=0.1, dropout_rng=jax.random.key(0))
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout_in_packed_batches(broadcast: bool) -> None:
+    """Ids have the mask of rows, boundaries the mask of packed rows: without `broadcast`, each row has its own key."""
+    x, key = jax.random.normal(jax.random.key(1), (2, QUERIES, HEADS, 8)), jax.random.key(0)
+    options = {"dropout_rate": 0.4, "dropout_rng": key, "broadcast_dropout": broadcast}
+    found = attention_fn(x, x, x, mask=Packed(SEGMENT_IDS), **options)
+    mask = (SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :])[:, None]
+    assert_same(found, attention_fn(x, x, x, mask=mask, **options), tolerance=2e-6)
+    found = attention_fn(x, x, x, mask=Packed(cu_seqlens=BOUNDARIES), **options)
+    keys = [key, key] if broadcast else jax.random.split(key, 2)
+    rows = [
+        attention_varlen(
+            *[x[b]] * 3, *[BOUNDARIES[b]] * 2, dropout_rate=0.4, dropout_key=keys[b], broadcast_dropout=broadcast
+        )
+        for b in range(2)
+    ]
+    assert_same(found, jnp.stack(rows), tolerance=2e-6)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_fastattn import dropout
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.ring.layout import chunk_starts
 from jax_fastattn.ops.ring.plan import Block, is_placed
@@ -66,6 +67,7 @@ def block_call(
         key_value_segment_ids=None if key_ids is None else block.keys.take(key_ids),
         sinks=chunks.per_entry(operands.sinks) if with_sinks else None,
         scale=chunks.per_entry(operands.scale),
+        dropout=_dropout(operands.dropout, chunks),
         sequences=_sequences(spec.ring, operands, block, is_aligned, chunks),
     )
     if block.is_half:
@@ -144,6 +146,13 @@ def _offset(operands: Operands, block: Block, is_aligned: bool, chunks: _Chunks)
     batch = operands.query.shape[0]
     base = jnp.zeros(batch, jnp.int32) if base is None else jnp.clip(base, -UNBOUNDED, UNBOUNDED)
     return chunks.join([base + (q - k) for q, k in zip(chunks.queries, chunks.sources, strict=True)])
+
+
+def _dropout(x: jax.Array | None, chunks: _Chunks) -> jax.Array | None:
+    """Returns the operand of dropout, which counts the block's rows in the whole sequence; such a call has blocks of
+    one chunk.
+    """
+    return None if x is None else dropout.moved(x, chunks.queries[0], chunks.sources[0])
 
 
 def _plane(x: jax.Array | None, block: Block, chunks: _Chunks) -> jax.Array | None:

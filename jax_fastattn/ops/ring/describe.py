@@ -29,7 +29,7 @@ def call(spec: AttentionSpec, operands: Operands, split_of: tuple[Any, Any]) -> 
         split_of: the arguments for query and key, whose shardings count.
     """
     split, note = _split_of(*split_of)
-    if split is None or spec.has_programs:
+    if split is None or spec.needs_whole_rows:
         return Problem.of(spec, operands), note
     local = local_call(spec, operands, split)
     return block_problem(*local), words(*local)

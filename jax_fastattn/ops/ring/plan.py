@@ -128,7 +128,8 @@ class _Planner:
 
     Attributes:
         rows, keys: how many of each a device has.
-        has_pairs: whether a bias or a mask is given, of which a block takes contiguous columns.
+        has_pairs: whether a bias or a mask is given, of which a block takes contiguous columns, or dropout, whose rows
+            a block counts from its first ones.
     """
 
     ring: Ring
@@ -151,7 +152,7 @@ class _Planner:
             keys=operands.key.shape[1],
             prunable=is_prunable(spec),
             packed="sequences" in present,
-            has_pairs=bool({"bias", "mask"} & set(present)),
+            has_pairs=bool({"bias", "mask", "dropout"} & set(present)),
             has_query_lengths="query_seq_lengths" in present,
         )
 

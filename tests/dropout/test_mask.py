@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What dropout keeps: the definition, its words, and their statistics."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import drawn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_fastattn import dropout, dropout_mask
+
+SHAPE = 2, 3, 37, 53
+
+
+def test_words_do_not_change() -> None:
+    """A mask that a paper or a checkpoint depends on stays what it was."""
+    found = np.asarray(dropout_mask(jax.random.key(7), 0.5, (1, 2, 8, 32)))[0].reshape(16, 32)
+    assert [int("".join("01"[int(x)] for x in row), 2) for row in found] == GOLDEN
+
+
+# fmt: off
+GOLDEN = [
+    740992606, 4267975067, 1117882752, 3173117993, 2791651408, 839566072, 3083279427, 2006093894,
+    992594945, 2057687998, 578105984, 3887152113, 1702997231, 2386375918, 1189163017, 3065039509,
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("rate", [0.0, 2.0**-15, 0.1, 0.5, 1.0])
+def test_masks_are_as_defined(rate: float) -> None:
+    key = jax.random.key(123)
+    expected = drawn.mask(np.asarray(jax.random.key_data(key)), rate, SHAPE)
+    found = np.asarray(dropout_mask(key, rate, SHAPE))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(np.asarray(dropout_mask(key, jnp.float32(rate), SHAPE)), expected)
+    assert found.all() if rate == 0 else not found.any() if rate == 1 else 0 < found.sum() <= found.size
+
+
+def test_each_value_of_the_bits_counts() -> None:
+    """About 8 pairs have each of the 2^15 values of the bits: a rate that is off by one of them shows."""
+    shape = 1, 1, 512, 512
+    for rate in (0.0, 0.1, 0.9999):
+        found = np.asarray(dropout_mask(jax.random.key(0), rate, shape))
+        np.testing.assert_array_equal(found, drawn.mask((0, 0), rate, shape))
+
+
+def test_masks_of_keys_of_each_kind() -> None:
+    seed = 5
+    typed, legacy = jax.random.key(seed), jax.random.PRNGKey(seed)
+    assert legacy.dtype == np.uint32
+    keys: list[Any] = [typed, legacy, np.asarray(legacy)]
+    found = [np.asarray(dropout_mask(key, 0.3, SHAPE)) for key in keys]
+    for x in found:
+        np.testing.assert_array_equal(x, drawn.mask(np.asarray(legacy), 0.3, SHAPE))
+    for name in ("rbg", "unsafe_rbg"):
+        key = jax.random.key(seed, impl=name)
+        words = np.asarray(jax.random.key_data(key))
+        assert words.shape == (4,)
+        np.testing.assert_array_equal(np.asarray(dropout_mask(key, 0.3, SHAPE)), drawn.mask(words, 0.3, SHAPE))
+        moved = np.asarray(
+            dropout_mask(jax.random.wrap_key_data(words + np.uint32([0, 0, 1, 0]), impl=name), 0.3, SHAPE)
+        )
+        assert (moved != drawn.mask(words, 0.3, SHAPE)).mean() > 0.3
+
+
+def test_a_mask_depends_on_places_alone() -> None:
+    """A smaller mask is a corner of a larger one, rates share their draws, and `broadcast` has the first head."""
+    key = jax.random.key(1)
+    whole = np.asarray(dropout_mask(key, 0.25, SHAPE))
+    np.testing.assert_array_equal(np.asarray(dropout_mask(key, 0.25, (1, 2, 20, 31))), whole[:1, :2, :20, :31])
+    more = np.asarray(dropout_mask(key, 0.6, SHAPE))
+    assert not (more & ~whole).any() and (whole & ~more).any()
+    np.testing.assert_array_equal(np.asarray(dropout_mask(key, 0.25, SHAPE, broadcast=True)), whole[:1, :1])
+
+
+def test_parts_of_a_call_have_the_masks_of_the_whole() -> None:
+    """As blocks of a ring have, from any first row on."""
+    operand = dropout.numbers(jnp.array([3, 4], jnp.uint32), 0.4, 1, 2)
+    rows = [jnp.arange(size, dtype=jnp.int32) for size in (70, 90)]
+    whole = np.asarray(dropout.kept(operand, *rows))
+    for first in itertools.product((0, 5, 16, 24), (0, 9, 32)):
+        part = dropout.kept(dropout.moved(operand, *first), rows[0][:40], rows[1][:50])
+        np.testing.assert_array_equal(np.asarray(part), whole[..., first[0] : first[0] + 40, first[1] : first[1] + 50])
+
+
+def test_masks_of_packed_rows() -> None:
+    """Rows count from where their sequence begins, which is part of the counter."""
+    key, starts_q, starts_k = jax.random.key(9), [2, 20, 20, 41], [0, 11, 30, 50]
+    found = np.asarray(
+        dropout_mask(key, 0.3, (1, 2, 45, 53), cu_seqlens_q=jnp.array(starts_q), cu_seqlens_k=jnp.array(starts_k))
+    )
+    words, expected = np.asarray(jax.random.key_data(key)), np.zeros((1, 2, 45, 53), bool)
+    for (q, q_end), (k, k_end) in zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True):
+        for n in range(2):
+            bits = drawn.bits(drawn.numbers(words, 0, n), q_end - q, k_end - k, (q, k))
+            expected[0, n, q:q_end, k:k_end] = bits >= drawn.threshold(0.3)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_wrong_masks_raise() -> None:
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"`shape` is \(1, 2, 3\), expected four sizes"):
+        dropout_mask(key, 0.1, (1, 2, 3))  # pyright: ignore
+    with pytest.raises(ValueError, match=r"`rate` is 1.5, expected a number from 0 to 1"):
+        dropout_mask(key, 1.5, SHAPE)
+    with pytest.raises(TypeError, match=r"`key` has dtype int32, expected a key of `jax.random`"):
+        dropout_mask(3, 0.1, SHAPE)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"`key` has shape \(2,\), expected one key"):
+        dropout_mask(jax.random.split(key), 0.1, SHAPE)
+    with pytest.raises(ValueError, match="`cu_seqlens_k` is None, expected boundaries of queries and of keys"):
+        dropout_mask(key, 0.1, (1, 1, 4, 4), cu_seqlens_q=jnp.array([0, 4]))
+    with pytest.raises(ValueError, match="with B = 2, expected B = 1 for packed rows"):
+        dropout_mask(key, 0.1, (2, 1, 4, 4), cu_seqlens_q=jnp.array([0, 4]), cu_seqlens_k=jnp.array([0, 4]))
+
+
+# Statistics of 2^24 decisions of one head. A deviation is in units of its standard deviation; of the 400 or so figures
+# of a test, chance gives a greatest one of about 3.
+
+ROWS, LIMIT = 1 << 12, 5.0
+KEYS = {"zero": (0, 0), "seed": (0, 123)}
+
+
+@pytest.fixture(scope="module", params=KEYS)
+def decisions(request: pytest.FixtureRequest) -> np.ndarray:
+    return drawn.bits(drawn.numbers(KEYS[request.param], 0, 0), ROWS, ROWS)
+
+
+def deviation(agreements: int, count: int, share: float) -> float:
+    return abs(agreements - count * share) / np.sqrt(count * share * (1 - share))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_neighbours_are_independent(decisions: np.ndarray, rate: float) -> None:
+    dropped = decisions < drawn.threshold(rate)
+    share = drawn.threshold(rate) / 2**15
+    found = {"all": deviation(int(dropped.sum()), dropped.size, share)}
+    for axis in range(2):
+        sums = dropped.sum(axis, dtype=np.int64)
+        expected = ROWS * share * (1 - share)
+        found[f"sums over {axis}"] = abs(((sums - ROWS * share) ** 2).mean() / expected - 1) / np.sqrt(2 / ROWS)
+    moves = (0, 1, 2, 7, 8, 9, 16, 64, 1024)
+    for i, j in itertools.product(moves, moves):
+        if i or j:
+            both = np.count_nonzero(dropped[: ROWS - i, : ROWS - j] & dropped[i:, j:])
+            count = (ROWS - i) * (ROWS - j)
+            # Both pairs have the share of all pairs: what they have in common is measured alone.
+            spread = share * (1 - share) * np.sqrt(count)
+            means = dropped[: ROWS - i, : ROWS - j].mean() * dropped[i:, j:].mean()
+            found[f"neighbour {i}, {j}"] = abs(both - count * means) / spread
+    worst = max(found, key=lambda name: found[name])
+    assert found[worst] < LIMIT, (worst, found[worst])
+
+
+@pytest.mark.slow
+def test_corners_of_rectangles_are_independent(decisions: np.ndarray) -> None:
+    found = {}
+    moves = (1, 2, 8, 16, 1000)
+    for bit in (14, 13, 0):
+        plane = (decisions >> bit & 1).astype(bool)
+        for i, j in itertools.product(moves, moves):
+            odd = plane[:-i, :-j] ^ plane[i:, :-j] ^ plane[:-i, j:] ^ plane[i:, j:]
+            found[bit, i, j] = deviation(np.count_nonzero(odd), odd.size, 0.5)
+    worst = max(found, key=lambda name: found[name])
+    assert found[worst] < LIMIT, (worst, found[worst])
+
+
+@pytest.mark.slow
+def test_heads_entries_and_close_keys_are_independent() -> None:
+    size, rate = 1 << 10, 0.1
+    share = drawn.threshold(rate) / 2**15
+    places = [((0, 0), 0, n) for n in range(8)] + [((0, 0), b, 0) for b in range(1, 4)]
+    places += [((0, 1 << bit), 0, 0) for bit in (0, 1, 17, 31)] + [((1 << bit, 0), 0, 0) for bit in (0, 9, 31)]
+    masks = [drawn.bits(drawn.numbers(*place), size, size) < drawn.threshold(rate) for place in places]
+    for (a, x), (b, y) in itertools.combinations(enumerate(masks), 2):
+        spread = share * (1 - share) * size
+        common = abs(np.count_nonzero(x & y) - size**2 * x.mean() * y.mean()) / spread
+        assert common < LIMIT, (places[a], places[b], common)
+
+
+def test_fewer_rounds_are_noticed() -> None:
+    """The tests above mean something: with 3 rounds the greatest figure here was 492."""
+    size = 1 << 11
+    plane = (drawn.bits((0, 0), size, size, rounds=3) >> 14 & 1).astype(bool)
+    odd = plane[:-1, :-1] ^ plane[1:, :-1] ^ plane[:-1, 1:] ^ plane[1:, 1:]
+    assert deviation(np.count_nonzero(odd), odd.size, 0.5) > LIMIT
