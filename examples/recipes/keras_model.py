@@ -9,7 +9,7 @@ os.environ["KERAS_BACKEND"] = "jax"  # before Keras is imported
 import keras
 import numpy as np
 
-from jax_fastattn.integrations import jax_nn
+from jax_fastattn.integrations import keras as fused
 
 keras.utils.set_random_seed(0)
 
@@ -28,9 +28,9 @@ tokens = np.random.default_rng(0).integers(50, size=(8, 25), dtype="int32")
 x, y = tokens[:, :-1], tokens[:, 1:]
 adam = keras.optimizers.Adam(1e-2)
 model.compile(optimizer=adam, loss="sparse_categorical_crossentropy")
-wanted = model(x)  # by jax.nn
+wanted = model(x)  # by Keras
 
-with jax_nn.installed():
+with fused.installed():
     out = model(x)
     history = model.fit(x, y, epochs=3, verbose=0).history["loss"]
 
