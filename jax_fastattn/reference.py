@@ -45,9 +45,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import dropout, packed
+from jax_fastattn import dropout
+from jax_fastattn.layouts import packed
+from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.code import Code, Place, places
 from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.function import HARMLESS

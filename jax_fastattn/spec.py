@@ -72,7 +72,7 @@ class Operands(NamedTuple):
         sinks: one extra logit per head in the softmax denominator.
         scale: a factor on query . key that is not static.
         sequences: M sequences that lie one after the other, each with R numbers: 4, or 5 with offsets; see
-            `packed.py`. Offset, lengths and segment ids are absent then.
+            `layouts/packed.py`. Offset, lengths and segment ids are absent then.
         dropout: W numbers of each head, which say what weights are kept; see `dropout.py`.
         head_numbers, query_numbers, key_numbers, distance_numbers: P planes of `score_mod`, then of `mask_mod`, in the
             order in which programs have them; U = T + S distances `key - query + T`. See `programs/planes.py`.

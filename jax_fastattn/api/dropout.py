@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn import dropout, packed
+from jax_fastattn import dropout
 from jax_fastattn.canonical import arguments, validation
 from jax_fastattn.canonical.dropout import words_of
 from jax_fastattn.keywords import explained
+from jax_fastattn.layouts import packed
 
 
 @explained

@@ -15,9 +15,9 @@ from jax_fastattn.api.paged import paged_attention
 from jax_fastattn.canonical import batched, packed, paged, validation
 from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.keywords import explained
+from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.ops import dispatch
 from jax_fastattn.ops.ring import describe
-from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.function import words
 from jax_fastattn.spec import AttentionSpec, Operands
 

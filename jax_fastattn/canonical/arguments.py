@@ -17,8 +17,8 @@ import numpy as np
 
 from jax_fastattn import _compat
 from jax_fastattn.canonical import validation
+from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.paged import PagedOperands
 from jax_fastattn.programs.function import Program
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, is_known
 

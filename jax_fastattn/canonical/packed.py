@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, dropout, validation
 from jax_fastattn.canonical.programs import programs
+from jax_fastattn.layouts import packed
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.spec import AttentionSpec, Operands

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_fastattn.canonical import arguments, validation
-from jax_fastattn.paged import PAGED_OPERANDS, PagedOperands
+from jax_fastattn.layouts.paged import PAGED_OPERANDS, PagedOperands
 from jax_fastattn.spec import AttentionSpec
 
 

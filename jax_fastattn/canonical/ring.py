@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_fastattn import packed
 from jax_fastattn.canonical import arguments, batched, validation
+from jax_fastattn.layouts import packed
 from jax_fastattn.spec import AttentionSpec, Operands, Ring
 
 # Packed sequences replace these arguments.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn import packed
+from jax_fastattn.layouts import packed
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 

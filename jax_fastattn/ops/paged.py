@@ -19,12 +19,12 @@ from jax.interpreters import batching as jax_batching
 from jax.sharding import NamedSharding
 
 from jax_fastattn.kernels.choose import reads_pages
+from jax_fastattn.layouts.paged import PAGED_OPERANDS, PAGES, PagedOperands
 from jax_fastattn.ops import abstract, batching, dispatch
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.forward import forward_p
 from jax_fastattn.ops.partitioned import Axes, Op
 from jax_fastattn.ops.sharding import refuse_split
-from jax_fastattn.paged import PAGED_OPERANDS, PAGES, PagedOperands
 from jax_fastattn.spec import AttentionSpec
 
 

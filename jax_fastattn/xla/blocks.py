@@ -21,9 +21,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_fastattn import dropout
-from jax_fastattn.heads import reduce_to, rows_of, split_heads
+from jax_fastattn.layouts.heads import reduce_to, rows_of, split_heads
+from jax_fastattn.layouts.packed import by_token, key_range, token_starts
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.packed import by_token, key_range, token_starts
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, is_known
 from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.heads import product_or_zero, split_heads
+from jax_fastattn.layouts.heads import product_or_zero, split_heads
 from jax_fastattn.programs.code import Code, Place, places
 from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.function import Program

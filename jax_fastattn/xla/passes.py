@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.heads import merge_rows, reduce_to, rows_of
-from jax_fastattn.packed import padding_rows
+from jax_fastattn.layouts.heads import merge_rows, reduce_to, rows_of
+from jax_fastattn.layouts.packed import padding_rows
 from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Gradients, Operands
 from jax_fastattn.xla.blocks import (
     Blocks,

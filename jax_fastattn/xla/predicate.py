@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.heads import split_heads
+from jax_fastattn.layouts.heads import split_heads
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.xla import mods

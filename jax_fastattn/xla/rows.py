@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.heads import product_or_zero, rows_of
+from jax_fastattn.layouts.heads import product_or_zero, rows_of
 from jax_fastattn.spec import Operands
 from jax_fastattn.xla.blocks import Blocks, zero_unseeing_queries
 from jax_fastattn.xla.chunks import Index, Span

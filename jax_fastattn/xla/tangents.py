@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.heads import merge_rows, rows_of, split_heads
+from jax_fastattn.layouts.heads import merge_rows, rows_of, split_heads
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, PLANES, AttentionSpec, Gradients, Operands
 from jax_fastattn.xla.blocks import Blocks, mean_of_seen_keys
 from jax_fastattn.xla.chunks import CPU, Index, Span, Tuning

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.records import Record, slot_count
+from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.testing.draws import packed_draws, wild_draws
 

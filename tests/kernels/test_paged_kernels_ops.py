@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.paged import canonicalize
+from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.ops.cuda import passes as cuda
-from jax_fastattn.paged import PagedOperands
 from jax_fastattn.reference import paged_reference
 from jax_fastattn.spec import AttentionSpec
 

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fastattn import attention_varlen, packed, target_arch
+from jax_fastattn import attention_varlen, target_arch
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory
 from jax_fastattn.kernels.tiles.records import Record
+from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.reference import attention_reference

@@ -18,10 +18,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention_varlen, packed
+from jax_fastattn import attention_varlen
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ffi import TARGET_NAME
 from jax_fastattn.kernels.choose import kernel_spec
+from jax_fastattn.layouts import packed
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
 from jax_fastattn.xla.blocks import Blocks

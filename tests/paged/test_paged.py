@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import test_explain
 
-from jax_fastattn import attention, explain, paged, paged_attention
+from jax_fastattn import attention, explain, paged_attention
 from jax_fastattn.canonical.paged import canonicalize
+from jax_fastattn.layouts import paged
 from jax_fastattn.reference import paged_reference
 
 NAMES = ("query", "key_pages", "value_pages", "page_table", "lengths")

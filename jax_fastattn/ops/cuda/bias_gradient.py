@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.heads import reduce_to
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE, bias_pitch
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
+from jax_fastattn.layouts.heads import reduce_to
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, Problem
 
 # Kernels do not read these operands if a bias of rows is left to XLA: the sum of dS is what a sink leaves.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.packed import PADDING_ID, padding_rows, token_ids
+from jax_fastattn.layouts.packed import PADDING_ID, padding_rows, token_ids
 from jax_fastattn.spec import Operands
 
 # Bounds of gradients become at most 2^15, half of what float16 holds.

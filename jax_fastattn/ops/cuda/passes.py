@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn import ffi
-from jax_fastattn.heads import reduce_to, scale_gradient
 from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec
 from jax_fastattn.kernels.decode.config import decode_scratch
@@ -18,6 +17,8 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
+from jax_fastattn.layouts.heads import reduce_to, scale_gradient
+from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.ops.cuda.bias import with_usable_scale
 from jax_fastattn.ops.cuda.bias_gradient import (
     LEFT_TO_XLA,
@@ -32,7 +33,6 @@ from jax_fastattn.ops.cuda.bias_gradient import (
 from jax_fastattn.ops.cuda.gradient_units import gradient_units
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.prepass import TileLists
-from jax_fastattn.paged import PagedOperands
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, Problem
 
 

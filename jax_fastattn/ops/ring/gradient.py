@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.heads import reduce_to
+from jax_fastattn.layouts.heads import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.cuda.bias_gradient import XlaRowBias

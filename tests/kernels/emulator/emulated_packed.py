@@ -14,7 +14,6 @@ import numpy as np
 from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, draw_units, dsinks_buffer, with_sinks
 from emulated_launch import compile_kernel, launch_scalars, place, start
 
-from jax_fastattn import packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.present import launch_buffers
@@ -29,6 +28,7 @@ from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel as Hopper
 from jax_fastattn.kernels.sm90.backward.launches import HeadOrders
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
+from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.testing.draws import moved
 from jax_fastattn.testing.poison import full
