@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         block_mask,
         causal,
         dropout_mask,
-        explain,
         or_masks,
         paged_attention,
         positions,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         unzigzag,
         zigzag,
     )
+    from jax_fastattn.api.explain import explain
     from jax_fastattn.ffi import register as register_ffi_targets
     from jax_fastattn.ffi import target_arch
 
