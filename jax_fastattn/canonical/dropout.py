@@ -20,6 +20,8 @@ def operand(rate: Any, key: Any, broadcast: Any, shape: tuple[int, int]) -> jax.
     """
     rate = validation.check_rate("dropout_rate", rate)
     shape = (1, 1) if validation.check_flag("broadcast_dropout", broadcast) else shape
+    if key is not None:
+        key = _checked_key("dropout_key", key)
     if isinstance(rate, float) and rate == 0.0:
         return None
     if key is None:
@@ -29,13 +31,21 @@ def operand(rate: Any, key: Any, broadcast: Any, shape: tuple[int, int]) -> jax.
             "`dropout_key=jax.random.key(seed)`. In a module of Flax, pass "
             "`jax_fastattn.integrations.flax.attention_fn` as its `attention_fn`: it takes the module's key"
         )
-    words = words_of("dropout_key", key)
     _use_up(key)
-    return dropout.numbers(words, rate, *shape)
+    return dropout.numbers(_words(key), rate, *shape)
 
 
 def words_of(name: str, key: Any) -> jax.Array:
     """Returns the words of one key, uint32 `[count]`: of a typed key, or of a legacy one, which is its words."""
+    return _words(_checked_key(name, key))
+
+
+def _words(key: jax.Array) -> jax.Array:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def _checked_key(name: str, key: Any) -> jax.Array:
+    """Returns one key, typed or legacy."""
     key = validation.as_array(name, key)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_typed and key.dtype != jnp.uint32:
@@ -44,7 +54,7 @@ def words_of(name: str, key: Any) -> jax.Array:
         )
     if key.ndim != (0 if is_typed else 1) or 0 in key.shape:
         raise ValueError(f"`{name}` has shape {key.shape}, expected one key; pass one of them, or `jax.vmap` over them")
-    return jax.random.key_data(key) if is_typed else key
+    return key
 
 
 def _use_up(key: Any) -> None:

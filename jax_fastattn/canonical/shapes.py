@@ -16,7 +16,16 @@ from jax_fastattn.canonical.arguments import AnyOperands
 from jax_fastattn.spec import AttentionSpec
 
 # These arguments are Python values, fixed when a call is traced.
-_STATIC = ("is_causal", "local_window_size", "implementation", "logits_soft_cap", "deterministic")
+_STATIC = (
+    "is_causal",
+    "local_window_size",
+    "implementation",
+    "logits_soft_cap",
+    "deterministic",
+    "broadcast_dropout",
+)
+# These are Python values or arrays, which differ in what is checked.
+_STATIC_OR_ARRAY = ("scale", "dropout_rate")
 
 
 def shapes_of(
@@ -26,7 +35,11 @@ def shapes_of(
 
     Arrays may be abstract. Any other argument is passed on unchanged, so that it raises the error of the call.
     """
-    static = {name: x for name, x in arguments.items() if name in _STATIC or (name == "scale" and not _is_abstract(x))}
+    static = {
+        name: x
+        for name, x in arguments.items()
+        if name in _STATIC or (name in _STATIC_OR_ARRAY and not _is_abstract(x))
+    }
     operands = {name: x for name, x in arguments.items() if name not in static}
     leaves, tree = jax.tree.flatten(operands, lambda x: x is not operands and not isinstance(x, (list, tuple)))
     found: list[tuple[AttentionSpec, AnyOperands]] = []

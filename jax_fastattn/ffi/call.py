@@ -13,7 +13,7 @@ import inspect
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,10 +184,15 @@ def _kernel(spec: KernelSpec, foreseen: Callable[[], Iterable[KernelSpec]]) -> _
         if key not in _kernels:
             kernel = cache.load(key)
             if kernel is None:
-                workers.start(other for other in foreseen() if other != spec)
+                workers.start(_others(spec, foreseen))
                 kernel = _made(spec, key)
             _kernels[key] = _Kernel.of(key, kernel)
         return _kernels[key]
+
+
+def _others(spec: KernelSpec, foreseen: Callable[[], Iterable[KernelSpec]]) -> Iterator[KernelSpec]:
+    """Yields the other kernels that are foreseen. Nothing is traced if workers do not ask for the first one."""
+    yield from (other for other in foreseen() if other != spec)
 
 
 def _made(spec: KernelSpec, key: str) -> bytes:

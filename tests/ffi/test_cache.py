@@ -394,6 +394,7 @@ CHANGES = {
     "op": "backward",
     "arch": "sm_80",
     "operand_dtype": "float16",
+    "products": "bf16x3",
     "head_dim": 72,
     "v_head_dim": 64,
     "group": 4,

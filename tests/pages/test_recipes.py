@@ -32,7 +32,7 @@ NEEDS = {
     "keras_model": ["keras"],
 }
 # These make calls that no kernel runs: the kinds of the reasons.
-ON_XLA = {"dropout": {"dropout", "dtype"}, "equinox_dropout": {"dropout", "dtype"}}
+ON_XLA = {"dropout": {"dropout"}, "equinox_dropout": {"dropout"}}
 
 
 def _run(path: Path) -> None:

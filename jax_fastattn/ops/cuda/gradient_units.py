@@ -88,7 +88,7 @@ def _finite(x: jax.Array, live: jax.Array) -> jax.Array:
 
 def _greatest(x: jax.Array, group: int, packed: bool) -> jax.Array:
     """Returns the greatest number of each batch entry and key/value head, of x `[B, T, N]`; of packed ones, of all."""
-    greatest = x.max((0, 1), keepdims=True)[0] if packed else x.max(1)
+    greatest = x.max((0, 1), keepdims=True, initial=0.0)[0] if packed else x.max(1, initial=0.0)
     return greatest.reshape(greatest.shape[0], -1, group).max(-1)
 
 
