@@ -4,6 +4,7 @@
 
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
     python benchmarks/jax_nn.py --set gpu-long     # the XLA path where logits take 4 GiB
+    python benchmarks/jax_nn.py --set float32      # three bfloat16 products, next to jax.nn in the same precision
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
     python benchmarks/jax_nn.py --set cpu-d128     # the default scale is no power of two, see `Blocks.rounded`
@@ -174,6 +175,22 @@ _SQUARE = {
     for is_causal in (False, True)
     for dtype, implementations in (("bfloat16", _GPU_IMPLEMENTATIONS), ("float32", (OUR_XLA, THEIRS)))
 }
+_FLOAT32 = {
+    f"b4-n16-d{head_dim}-{length // 1024}k-{'causal' if is_causal else 'full'}-{precision or 'default'}": Row(
+        4,
+        16,
+        length,
+        head_dim,
+        "float32",
+        is_causal=is_causal,
+        precision=precision,
+        implementations=_GPU_IMPLEMENTATIONS,
+    )
+    for precision in (None, "BF16_BF16_F32_X3")
+    for length in (1024, 4096)
+    for head_dim in (64, 128)
+    for is_causal in (False, True)
+}
 _BATCHES_OF_ONE_QUERY = [(1, 1024), (1, 4096), (1, 16384), (1, 131072), (2, 32768), (4, 4096), (4, 32768)]
 _BATCHES_OF_ONE_QUERY += [(8, 2048), (8, 16384), (16, 2048), (16, 16384), (32, 2048), (32, 8192), (64, 8192)]
 SETS = {
@@ -192,6 +209,7 @@ SETS = {
         "float32-4k-causal": Row(4, 16, 4096, dtype="float32", is_causal=True),
         "bfloat16-d128-2k-causal": Row(16, 16, 2048, 128, is_causal=True),
     },
+    "float32": _FLOAT32,
     "one-query": {
         f"one-query-{batch}x{length // 1024}k{'-lengths' * has_lengths}": replace(
             _ONE, batch=batch, length=length, seen=length if has_lengths else None
