@@ -21,7 +21,7 @@ def operand(rate: Any, key: Any, broadcast: Any, shape: tuple[int, int]) -> jax.
     rate = validation.check_rate("dropout_rate", rate)
     shape = (1, 1) if validation.check_flag("broadcast_dropout", broadcast) else shape
     if key is not None:
-        key = _checked_key("dropout_key", key)
+        key = check_key("dropout_key", key)
     if isinstance(rate, float) and rate == 0.0:
         return None
     if key is None:
@@ -37,14 +37,14 @@ def operand(rate: Any, key: Any, broadcast: Any, shape: tuple[int, int]) -> jax.
 
 def words_of(name: str, key: Any) -> jax.Array:
     """Returns the words of one key, uint32 `[count]`: of a typed key, or of a legacy one, which is its words."""
-    return _words(_checked_key(name, key))
+    return _words(check_key(name, key))
 
 
 def _words(key: jax.Array) -> jax.Array:
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
-def _checked_key(name: str, key: Any) -> jax.Array:
+def check_key(name: str, key: Any) -> jax.Array:
     """Returns one key, typed or legacy."""
     key = validation.as_array(name, key)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

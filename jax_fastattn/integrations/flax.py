@@ -37,6 +37,7 @@ from jax.typing import DTypeLike
 from jax_fastattn import keywords
 from jax_fastattn.api import attention, attention_varlen
 from jax_fastattn.canonical import validation
+from jax_fastattn.canonical.dropout import check_key
 from jax_fastattn.keywords import explained
 
 
@@ -143,7 +144,8 @@ def attention_fn(
     is_causal = validation.check_flag("is_causal", is_causal)
     deterministic_gradients = validation.check_flag("deterministic_gradients", deterministic_gradients)
     if not validation.check_flag("deterministic", deterministic):
-        options |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng, "broadcast_dropout": broadcast_dropout}
+        rng = None if dropout_rng is None else check_key("dropout_rng", dropout_rng)
+        options |= {"dropout_rate": dropout_rate, "dropout_key": rng, "broadcast_dropout": broadcast_dropout}
     packed = mask.given() if isinstance(mask, Packed) else []
     _refuse(
         bias=bias is not None and "cu_seqlens" in packed,
