@@ -49,7 +49,7 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     for name in ("_waiting", "_running", "_given"):
         monkeypatch.setattr(workers, name, type(getattr(workers, name))())
     stand_in.stand_in_compiler(monkeypatch)
-    ahead.foreseen()  # forgets what other tests have traced
+    ahead._notes.clear()  # of calls that other tests have traced, under settings that are gone
     yield tmp_path
     workers._end()
     wait_until(is_idle)
