@@ -14,7 +14,13 @@ import pytest
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels import codes
-from jax_fastattn.kernels.arguments.present import absent_scalars, buffers_type, launch_buffers, present_buffers
+from jax_fastattn.kernels.arguments.present import (
+    absent_scalars,
+    buffers_type,
+    launch_buffers,
+    named_buffers,
+    present_buffers,
+)
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS, SCALAR_DTYPES, VISIT_SCALARS, Scalars, Sizes
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -51,6 +57,19 @@ def test_a_launch_has_one_definition_of_each_buffer(spec: KernelSpec) -> None:
     }
     assert {name for name, definitions in found.items() if definitions} == {*present_buffers(spec)}
     assert max(map(len, found.values())) == 1
+
+
+@pytest.mark.parametrize("features", [(), (codes.SINKS,), (codes.SOFT_CAP, codes.SINKS)])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda x: f"{x.family}-{x.op}-{x.head_dim}")
+def test_a_host_function_takes_each_buffer_once(spec: KernelSpec, features: tuple[Any, ...]) -> None:
+    """One that it takes twice moves all later arguments, and the process crashes in its first launch on a GPU."""
+    backward = {"dsinks": True} if spec.op == "backward" else {"features": features}
+    spec = dataclasses.replace(spec, **backward)
+    names = [name for name, dtype in launch_buffers(spec).items() if dtype is not None]
+    taken: list[Any] = []
+    for x in named_buffers(spec, {name: name for name in names}):
+        taken += x if isinstance(x, tuple) else () if x is None else (x,)
+    assert taken == names
 
 
 def test_buffers_are_there_if_the_compile_key_says_so() -> None:

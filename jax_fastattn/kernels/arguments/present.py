@@ -56,7 +56,8 @@ def added_buffers(spec: KernelSpec) -> dict[str, Buffer]:
 def named_buffers(spec: KernelSpec, values: Mapping[str, Any]) -> Buffers | PrepassBuffers:
     """Returns the buffers of a launch, given what `present_buffers` names; an absent one may be left out or None."""
     names, added = buffers_type(spec), tuple(added_buffers(spec))
-    members = {name: values.get(name) for name in names._fields}
+    # A launch that has sinks by a feature has them in one place.
+    members = {name: None if name in added else values.get(name) for name in names._fields}
     if added:
         members["added"] = NamedTuple("Added", [(name, Any) for name in added])(*[values[name] for name in added])
     return names(**members)
