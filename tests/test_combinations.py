@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,24 @@ def test_elements_of_a_bias_that_count_as_minus_infinity(dtype: str) -> None:
     assert len(np.unique(hidden)) == (1 if dtype == "float16" else 3) and hidden.min() == -np.inf
 
 
+def test_every_precision_is_drawn_with_float32_and_with_16_bits() -> None:
+    kinds = len(combinations.allowed())
+    drawn = [case for case in combinations.combined_draws(1, kinds, kinds, LARGE) if "precision" in features_of(case)]
+    for dtype in LARGE.dtypes:
+        assert {case.precision for case in drawn if case.dtype == dtype} == set(LARGE.precisions)
+    wide = [case for case in drawn if case.dtype == "float32"]
+    assert all(kernel.operand_dtype == "bfloat16" for kernel in kernel_specs(wide, "sm_90a"))
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_calls_are_traced_under_their_precision(precision: str) -> None:
+    case = Case(query_length=9, key_length=11, num_kv_heads=2, head_dim=4, precision=precision, draw=0)
+    spec, *arrays = combinations.inputs(case)
+    assert spec.precision == precision
+    text = str(jax.make_jaxpr(lambda *given: combinations.evaluate(case, spec, *given))(*arrays))
+    assert set(re.findall("precision='([^']*)'", text)) == {precision}
+
+
 def test_constant_bias_has_no_gradient() -> None:
     case = Case(query_length=9, key_length=11, num_kv_heads=2, head_dim=4, bias="ts", constant_bias=True, draw=0)
     spec, operands, dout, dlse = combinations.inputs(case)
@@ -180,7 +199,7 @@ def test_a_run_on_a_gpu_takes_few_kernels(seed: int) -> None:
     found = combinations.combined_draws(seed, test_gpu.COMBINED_DRAWS, test_gpu.COMBINED_KINDS, LARGE)
     assert 4 * len(found) >= 1000
     for arch in ("sm_80", "sm_90a"):
-        assert len(kernel_specs(found, arch)) <= 60
+        assert len(kernel_specs(found, arch)) <= 64
     assert test_gpu.combined_draws(seed) == found
 
 

@@ -56,6 +56,7 @@ class Case:
         dlse: whether the log-sum-exp has a cotangent.
         deterministic: as in `AttentionSpec`.
         vmapped: whether the public call is a `jax.vmap` over calls without a batch axis.
+        precision: the setting of `jax.default_matmul_precision` where the call is traced.
         draw: tells random draws apart that are equal otherwise, so that their arrays differ.
     """
 
@@ -92,6 +93,7 @@ class Case:
     dlse: bool = False
     deterministic: bool = False
     vmapped: bool = False
+    precision: str = "default"
     draw: int | None = None
 
     def __str__(self) -> str:
@@ -139,6 +141,7 @@ class Case:
             f"q{self.query_length}",
             f"kv{self.key_length}",
             "vmapped" if self.vmapped else None,
+            None if self.precision == "default" else self.precision,
             None if self.draw is None else f"draw{self.draw}",
         ]
         return "-".join(word for word in words if word)
@@ -181,6 +184,7 @@ class Case:
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
             deterministic=self.deterministic,
+            precision=self.precision if self.dtype == "float32" else "default",
             present=self._avals().present(),
         )
 

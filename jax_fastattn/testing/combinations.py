@@ -23,6 +23,8 @@ import numpy as np
 
 from jax_fastattn.api import attention
 from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels.arguments.precision import products_of
+from jax_fastattn.kernels.key import Products
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
 from jax_fastattn.testing import compare, draws
@@ -40,6 +42,8 @@ _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
 # A bias may have these axes in full: all choices, and again the ones of models (T5 and Swin, AlphaFold, graphs, ALiBi).
 BIASES = (*("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count)), "bkts", "kts", "ks")
 _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
+# The allowance for rounding that comes on top of the budget, by the products of kernels.
+_ROUNDING: dict[Products, float] = {"native": compare.ROUNDING, "bf16x3": 2.0**-13}
 # Calls of more queries are computed in chunks.
 ROWS_AT_ONCE = 30
 
@@ -68,6 +72,7 @@ def features_of(case: Case) -> set[str]:
         "deterministic": case.deterministic,
         "residual": case.dlse,
         "vmap": case.vmapped,
+        "precision": case.precision != "default",
     }
     return {name for name in FEATURES if has[name]}
 
@@ -113,6 +118,7 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
     sides, offsets = some(["both", "queries", "keys"]), some(["given", "bottom_right"])
     biases, constant_biases = some(_BIASES), some([False, False, True])
     bias_dtypes = some(["float32", "float32", "bfloat16", "float16"])
+    precisions = some(sizes.precisions)
     found = []
     for _ in range(count):
         has = set(next(combinations))
@@ -153,6 +159,7 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
                 dlse="residual" in has,
                 deterministic="deterministic" in has,
                 vmapped="vmap" in has,
+                precision=next(precisions) if "precision" in has else "default",
             )
         )
     return found
@@ -254,9 +261,10 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
         operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
     """
-    if case.packed is not None:
-        return draws.evaluate(case, spec, operands, dout, dlse)
-    return _evaluate(spec, _mapped if case.vmapped else _call, wanted(case), operands, dout, dlse)
+    with jax.default_matmul_precision(case.precision):
+        if case.packed is not None:
+            return draws.evaluate(case, spec, operands, dout, dlse)
+        return _evaluate(spec, _mapped if case.vmapped else _call, wanted(case), operands, dout, dlse)
 
 
 def wanted(case: Case) -> tuple[str, ...]:
@@ -316,6 +324,11 @@ def _attention(spec: AttentionSpec, given: dict[str, jax.Array]) -> tuple[jax.Ar
         return attention(**arguments, **draws.static_options(spec), return_residual=True)
 
 
+def rounding(case: Case) -> float:
+    """Returns the allowance of `compare.assert_within_budget` for the results of kernels."""
+    return _ROUNDING[products_of(case.dtype, case.precision) or "native"]
+
+
 def check(case: Case) -> None:
     """Asserts that the XLA path is right on poisoned arrays, and that a second run gives the same bits.
 
@@ -338,10 +351,14 @@ def in_chunks() -> Generator[None]:
 
 
 def expected(case: Case, spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
-    """Returns the results of the oracle and of the baseline. In float32 they may differ by rounding alone."""
-    if {operands.query.dtype, (operands.query if operands.bias is None else operands.bias).dtype} != {np.float32}:
-        exact, baseline = compare.expected(spec, operands, *cotangents)
-    else:
-        exact = baseline = compare.evaluate(attention_reference, spec, operands, *cotangents)
+    """Returns the results of the oracle and of the baseline, whose products of float32 are exact.
+
+    In float32 the results of a call may differ from them by `rounding` alone.
+    """
+    with jax.default_matmul_precision("highest"):
+        if {operands.query.dtype, (operands.query if operands.bias is None else operands.bias).dtype} != {np.float32}:
+            exact, baseline = compare.expected(spec, operands, *cotangents)
+        else:
+            exact = baseline = compare.evaluate(attention_reference, spec, operands, *cotangents)
     unasked = {f"d{name}": None for name in DIFFERENTIABLE if name not in wanted(case)}
     return exact._replace(**unasked), baseline._replace(**unasked)

@@ -27,6 +27,7 @@ from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.compilation import cache
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.kernels.tiles import lists as tile_lists
 from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda import passes as cuda
@@ -50,11 +51,11 @@ WILD_DRAWS, WILD_KINDS = 20, 2
 # Calls that the portable kernels run too, on a Hopper GPU.
 PORTABLE_CASES = HIDDEN_ROWS | FEW_QUERIES
 CHOICES = {
-    "dtypes": ["bfloat16", "float16"],
+    "dtypes": ["bfloat16", "float16", "float32"],
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
     "rows": [1100, 700],
 }
-# At most 60 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,040 calls.
+# At most 64 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,040 calls.
 COMBINED_DRAWS, COMBINED_KINDS = 260, 20
 
 # Segment ids, and masks that broadcast over queries or over keys.
@@ -152,6 +153,19 @@ def _portable_forward(problem: Problem, arch: str) -> KernelSpec:
     return configured(dataclasses.replace(forward_spec(problem, "sm_80"), arch=arch))
 
 
+def _has_too_wide_heads(case: Case) -> str:
+    """Returns why float32 heads are too wide, with the shared memory of an RTX card; an empty string if they fit."""
+    reasons = unsupported_reasons(case.problem(), ffi.arch()) if case.dtype == "float32" else []
+    return next((str(reason) for reason in reasons if reason.kind == "head_dim"), "")
+
+
+@pytest.fixture(autouse=True)
+def _skip_too_wide_heads(request: pytest.FixtureRequest) -> None:
+    case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
+    if isinstance(case, Case) and (reason := _has_too_wide_heads(case)):
+        pytest.skip(reason)
+
+
 @pytest.fixture(scope="module")
 def expectations(request: pytest.FixtureRequest) -> Any:
     """Oracle and baseline of every selected case, as futures; all their kernels are compiled on return."""
@@ -163,6 +177,8 @@ def expectations(request: pytest.FixtureRequest) -> Any:
         if not isinstance(case, Case):
             continue
         cases[case] = None
+        if _has_too_wide_heads(case):
+            continue
         if item.originalname == test_portable_kernels.__name__:
             portable = kernel_specs([case], "sm_80")
             specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
@@ -217,7 +233,7 @@ def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) 
 
 def _check_twice(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     first, second = _public_results(case), _public_results(case)
-    compare.assert_within_budget(first, *expectations[case].result())
+    compare.assert_within_budget(first, *expectations[case].result(), rounding=combinations.rounding(case))
     _assert_same_bits(case, first, second)
 
 
@@ -231,14 +247,14 @@ def _public_results(case: Case) -> compare.Results:
 def test_random_packed_calls(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """Calls of `attention_varlen` that `--seed` draws, each run twice."""
     first, second = _varlen_results(case), _varlen_results(case)
-    compare.assert_within_budget(first, *expectations[case].result())
+    compare.assert_within_budget(first, *expectations[case].result(), rounding=combinations.rounding(case))
     _assert_same_bits(case, first, second)
 
 
 def test_wild_boundaries_are_moved_into_the_rows(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """Those that decrease, are negative or huge; see "Which key a query sees" in docs/semantics.md."""
     found = _varlen_results(case)
-    compare.assert_within_budget(found, *expectations[case].result())
+    compare.assert_within_budget(found, *expectations[case].result(), rounding=combinations.rounding(case))
     _assert_same_bits(case, found, _varlen_results(case, draws.moved(case)))
 
 
