@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn.cases.mask_functions import captured, mask_operands, mask_shapes
 from jax_fastattn.layouts import packed
+from jax_fastattn.programs.function import Program
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import OPERANDS, QKV, AttentionSpec, Operands, Problem
 
@@ -34,6 +36,7 @@ class Case:
         is_causal, window, logits_soft_cap: as in `AttentionSpec`.
         bias, mask: the axes that are not broadcast, such as "nts"; None is absent. "kts" has one row for each
             key/value head.
+        mask_mod: the number of a random function, see `cases/mask_functions.py`; None is absent.
         query_seq_lengths, key_value_seq_lengths: one for each batch entry.
         query_offset: one for each batch entry, or for each packed sequence; "bottom_right" of packed sequences.
         bias_dtype: None is float32.
@@ -81,6 +84,7 @@ class Case:
     mask: str | None = None
     mask_density: float = 0.7
     spelled: Case | None = None
+    mask_mod: int | None = None
     query_seq_lengths: tuple[int, ...] | None = None
     key_value_seq_lengths: tuple[int, ...] | None = None
     query_offset: tuple[int, ...] | Literal["bottom_right"] | None = None
@@ -121,6 +125,7 @@ class Case:
             None if self.mask is None else f"mask_{self.mask or 1}",
             None if self.mask_density == 0.7 else f"density{self.mask_density:g}",
             self.spelled and f"of({self.spelled.rules()})",
+            None if self.mask_mod is None else f"function{self.mask_mod}",
             f"segments{self.segments}" if self.segments else None,
             None if self.ids == "sorted" else self.ids,
             _joined("documents", self._documents()),
@@ -186,11 +191,18 @@ class Case:
             deterministic=self.deterministic,
             precision=self.precision if self.dtype == "float32" else "default",
             present=self._avals().present(),
+            mask_mod=self._mask_function()[0],
         )
 
     @property
     def _scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def _mask_function(self) -> tuple[Program | None, dict[str, Any]]:
+        """Returns the function as a program, and shapes of the operands that it reads by name."""
+        if self.mask_mod is None:
+            return None, {}
+        return mask_shapes(self.mask_mod, tuple(self.shape.items()), self.dtype)
 
     def problem(self) -> Problem:
         return Problem.of(self.spec(), self._avals())
@@ -224,7 +236,8 @@ class Case:
             "scale": self.scale_is_array,
             "sequences": is_packed,
         }
-        return Operands(**{name: aval(name) for name, is_given in given.items() if is_given})
+        planes = self._mask_function()[1]
+        return Operands(**{name: aval(name) for name, is_given in given.items() if is_given}, **planes)
 
     @property
     def _full_axes(self) -> dict[str, str | None]:
@@ -256,7 +269,17 @@ class Case:
             sinks=normal(sinks_key, shapes.sinks),
             scale=None if shapes.scale is None else jnp.full(shapes.scale.shape, self._scale, shapes.scale.dtype),
             sequences=self._sequences(),
+            **self._planes(key),
         )
+
+    def captured(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Draws the arrays that the function of the case captures; `operands` reads the same ones for this key."""
+        return captured(self.shape, jax.random.fold_in(key, 8))
+
+    def _planes(self, key: jax.Array) -> dict[str, jax.Array]:
+        if self.mask_mod is None:
+            return {}
+        return mask_operands(self.mask_mod, self.shape, self.dtype, self.captured(key))[1]
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Draws random cotangents of the output and, with `dlse`, of the log-sum-exp."""

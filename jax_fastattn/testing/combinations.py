@@ -23,10 +23,11 @@ import numpy as np
 
 from jax_fastattn.api import attention
 from jax_fastattn.cases.case import Case
+from jax_fastattn.cases.mask_functions import PER_ENTRY, mask_function
 from jax_fastattn.kernels.arguments.precision import products_of
 from jax_fastattn.kernels.key import Products
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, PLANES, AttentionSpec, Operands
 from jax_fastattn.testing import compare, draws
 from jax_fastattn.testing.compare import Results
 from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
@@ -34,7 +35,7 @@ from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import blocks, chunks
 
 # `attention_varlen` does not have these arguments. `draws.py` has its calls under other conditions.
-_UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}
+_UNPACKED = {"lengths", "mask", "function", "bias", "ids", "vmap"}
 # A mask may have these axes in full. "k" is a row for each key/value head.
 MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
 # What models pass comes more often.
@@ -64,6 +65,7 @@ def features_of(case: Case) -> set[str]:
         "cap": case.logits_soft_cap is not None,
         "sinks": case.sinks is not None,
         "mask": case.mask is not None,
+        "function": case.mask_mod is not None,
         "bias": case.bias is not None,
         "ids": case.segments > 0 or case.documents is not None,
         "packing": case.packed is not None,
@@ -95,13 +97,13 @@ def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case
 def emulated_draws(seed: int, count: int) -> list[Case]:
     """Returns calls of the sizes that emulators take, each of another kind.
 
-    In turns they have a mask, a bias, ids, and none of these.
+    In turns they have a mask, a bias, ids, a function, and none of these.
     """
-    kinds, turns = len(allowed()), ("mask", "bias", "ids", "")
+    kinds, turns = len(allowed()), ("mask", "bias", "ids", "function", "")
     by_feature: dict[str, list[Case]] = {name: [] for name in turns}
     for case in combined_draws(seed, kinds, kinds, EMULATED):
         has = features_of(case)
-        by_feature[next(name for name in ("mask", "ids", "bias", "") if not name or name in has)].append(case)
+        by_feature[next(name for name in ("function", "mask", "ids", "bias", "") if name in {*has, ""})].append(case)
     sources = {name: iter(found) for name, found in by_feature.items()}
     return [next(sources[name]) for name in itertools.islice(itertools.cycle(turns), count)]
 
@@ -149,6 +151,7 @@ def _kinds(random: np.random.Generator, count: int, sizes: Sizes) -> list[Case]:
                 bias_dtype=next(bias_dtypes) if "bias" in has else None,
                 constant_bias=next(constant_biases) if "bias" in has else False,
                 mask=next(masks) if "mask" in has else None,
+                mask_mod=int(random.integers(1000)) if "function" in has else None,
                 query_seq_lengths=empty if side in ("both", "queries") else None,
                 key_value_seq_lengths=empty if side in ("both", "keys") else None,
                 query_offset=None if "offset" not in has else empty if offset == "given" else "bottom_right",
@@ -241,12 +244,17 @@ def _packed(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, 
     return {"first": first, "packed": tuple(draws.fitted(found, left) for found, left in both)}
 
 
+def _keys(case: Case) -> jax.Array:
+    """Returns the keys of the operands of a case, and of its cotangents."""
+    return jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
+
+
 def inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, jax.Array | None]:
     """Returns the spec of a case and its arrays, drawn by its name: other cases may come and go.
 
     In float16, every second draw has small cotangents of the output, whose products with weights would underflow.
     """
-    operands_key, cotangents_key = jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
+    operands_key, cotangents_key = _keys(case)
     dout, dlse = case.cotangents(cotangents_key)
     if case.dtype == "float16" and (case.draw or 0) % 2:
         dout = dout * np.float16(2.0**-6)
@@ -261,30 +269,35 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
         operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
     """
+    captured = {} if case.mask_mod is None else case.captured(_keys(case)[0])
+    attend = _mapped if case.vmapped else _call
     with jax.default_matmul_precision(case.precision):
         if case.packed is not None:
             return draws.evaluate(case, spec, operands, dout, dlse)
-        return _evaluate(spec, _mapped if case.vmapped else _call, wanted(case), operands, dout, dlse)
+        return _evaluate(spec, attend, wanted(case), case.mask_mod, operands, captured, dout, dlse)
 
 
 def wanted(case: Case) -> tuple[str, ...]:
     """Returns the operands of which a call asks for the gradient."""
-    constant = {"bias"} if case.constant_bias else set[str]()
+    constant = {*PLANES, *({"bias"} if case.constant_bias else ())}
     return tuple(name for name in DIFFERENTIABLE if name in case.spec().present and name not in constant)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _evaluate(
     spec: AttentionSpec,
-    attend: Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]],
+    attend: Callable[..., tuple[jax.Array, jax.Array]],
     names: tuple[str, ...],
+    mask_mod: int | None,
     operands: Operands,
+    captured: dict[str, jax.Array],
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> Results:
 
     def function(*arrays: jax.Array) -> tuple[Any, jax.Array]:
-        out, lse = attend(spec, operands._replace(**dict(zip(names, arrays, strict=True))))
+        given = operands._replace(**dict(zip(names, arrays, strict=True)))
+        out, lse = attend(spec, mask_mod, given, captured)
         return out if dlse is None else (out, lse), lse
 
     found, pullback, lse = jax.vjp(function, *(getattr(operands, name) for name in names), has_aux=True)
@@ -293,32 +306,44 @@ def _evaluate(
     return Results(out, lse, **{f"d{name}": x for name, x in zip(names, gradients, strict=True)})
 
 
-def _call(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _call(
+    spec: AttentionSpec, mask_mod: int | None, operands: Operands, captured: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Calls `attention` with a batch axis."""
     given = _by_name(operands)
     if "sinks" in given:
         given["sinks"] = given["sinks"][0]
-    return _attention(spec, given)
+    return _attention(spec, mask_mod, given, captured)
 
 
-def _mapped(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _mapped(
+    spec: AttentionSpec, mask_mod: int | None, operands: Operands, captured: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Calls `attention` without a batch axis, mapped over the batch."""
     batch, given = operands.query.shape[0], _by_name(operands)
     is_mapped = {name: OPERANDS[name].axes[0] == "B" or x.shape[0] == batch for name, x in given.items()}
     given = {name: x if is_mapped[name] else x[0] for name, x in given.items()}
     axes = {name: 0 if mapped else None for name, mapped in is_mapped.items()}
-    return jax.vmap(functools.partial(_attention, spec), in_axes=(axes,))(given)
+    # A function of an example reads entry 0.
+    captured = {name: x[:, None] if name in PER_ENTRY else x for name, x in captured.items()}
+    captured_axes = {name: 0 if name in PER_ENTRY else None for name in captured}
+    return jax.vmap(functools.partial(_attention, spec, mask_mod), in_axes=(axes, captured_axes))(given, captured)
 
 
 def _by_name(operands: Operands) -> dict[str, jax.Array]:
-    return {name: x for name, x in operands._asdict().items() if x is not None}
+    """Returns the operands that arguments of a call become, without the planes of its function."""
+    return {name: x for name, x in operands._asdict().items() if x is not None and name not in PLANES}
 
 
-def _attention(spec: AttentionSpec, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _attention(
+    spec: AttentionSpec, mask_mod: int | None, given: dict[str, jax.Array], captured: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     others = ("query_segment_ids", "key_value_segment_ids", "dropout")
     arguments: dict[str, Any] = {name: x for name, x in given.items() if name not in others}
     if "query_segment_ids" in given:
         arguments["segment_ids"] = given["query_segment_ids"], given["key_value_segment_ids"]
+    if mask_mod is not None:
+        arguments["mask_mod"] = mask_function(mask_mod, given["query"].shape[-3], captured)
     dropout = given.get("dropout")
     with draws.kept_by(dropout if dropout is None or dropout.ndim == 3 else dropout[None]):
         return attention(**arguments, **draws.static_options(spec), return_residual=True)

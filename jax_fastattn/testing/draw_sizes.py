@@ -18,6 +18,7 @@ FEATURES = (
     "precision",
     "sinks",
     "mask",
+    "function",
     "bias",
     "ids",
     "packing",

@@ -23,14 +23,13 @@ import jax.numpy as jnp
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.testing.combinations import features_of
-from jax_fastattn.testing.mask_functions import has_random_mask
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cpu_checks
 
-# For each architecture: one with a mask, one with a bias, one with ids, and one with none of these.
-DRAWS = 4
+# For each architecture: one each with a mask, a bias, ids and a function, and one with none of these.
+DRAWS = 5
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,17 +45,12 @@ def test_a_sample(arch: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("arch", emulated_draws.ARCHS)
-def test_samples_have_masks_ids_and_biases(arch: str) -> None:
+def test_samples_have_masks_ids_functions_and_biases(arch: str) -> None:
+    sorts = {"mask", "bias", "ids", "function"}
     for seed in range(34, 39):
-        features = [features_of(case) for case in emulated_draws.draws(seed, DRAWS, arch)]
-        assert [bool(has & {"mask", "ids"}) for has in features] == [True, False] * (DRAWS // 2)
-        assert {"mask", "ids", "bias"} < set().union(*features)
-
-
-def test_samples_have_functions() -> None:
-    for arch in emulated_draws.ARCHS:
-        found = [has_random_mask(case) for case in emulated_draws.draws(34, 32, arch) if case.packed is None]
-        assert 6 <= sum(found) <= len(found) - 6
+        features = [features_of(case) & sorts for case in emulated_draws.draws(seed, DRAWS, arch)]
+        assert [bool(has - {"bias"}) for has in features] == [True, False, True, True, False]
+        assert set().union(*features) == sorts and not features[-1]
 
 
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])

@@ -55,7 +55,8 @@ CHOICES = {
     "head_dims": [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (40, 72)],
     "rows": [1100, 700],
 }
-# At most 64 kernels: two for each kind, and the prepasses of masks and ids. 4 runs with other seeds make 1,040 calls.
+# At most 64 kernels: two for each kind, and the prepasses of masks, ids and functions. 4 runs with other seeds make
+# 1,040 calls.
 COMBINED_DRAWS, COMBINED_KINDS = 260, 20
 
 # Segment ids, and masks that broadcast over queries or over keys.
