@@ -232,6 +232,6 @@ def _saturating_sum(x: jax.Array, y: int) -> jax.Array:
 
 def unify_varying(operands: AnyOperands, axes: frozenset[Any] = frozenset()) -> AnyOperands:
     """Marks every operand as varying over `axes` and the manual axes of a `shard_map` over which any operand varies."""
-    axes = axes.union(*(_compat.varying_axes(x) for x in operands.arrays()))
-    unified: list[Any] = [None if x is None else _compat.as_varying(x, axes) for x in operands]
+    axes = axes.union(*(_compat.varying_axes(x) for x in operands.arrays() if isinstance(x, jax.Array)))
+    unified: list[Any] = [_compat.as_varying(x, axes) if isinstance(x, jax.Array) else x for x in operands]
     return type(operands)(*unified)

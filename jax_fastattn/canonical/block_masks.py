@@ -7,20 +7,21 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_fastattn.canonical.arguments import check_qkv
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.canonical.programs import mask_planes
+from jax_fastattn.canonical.validation import Shape, as_array
 from jax_fastattn.ops.block_mask import HIDING, BlockMask, lists_of
+from jax_fastattn.spec import QKV
 
 
 def block_mask(mask_mod: Any, query: Any, key: Any, value: Any, **arguments: Any) -> BlockMask:
     """Makes the `BlockMask` of a call of `api.attention` with these arguments.
 
-    Query, key and value may be shapes alone.
+    Query, key and value may be shapes alone. Nothing of their sizes is allocated.
     """
-    query, key, value = (_as_array(x) for x in (query, key, value))
+    query, key, value = (_without_values(name, x) for name, x in zip(QKV, (query, key, value), strict=True))
     axes, _ = check_qkv(query, key, value, packed=False)
     program, planes = mask_planes(axes, query.dtype, mask_mod)
     if program is None:
@@ -32,5 +33,6 @@ def block_mask(mask_mod: Any, query: Any, key: Any, value: Any, **arguments: Any
     return BlockMask(program, sizes, spec.is_causal, spec.window, kept, tuple(planes), hiding, lists)
 
 
-def _as_array(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+def _without_values(name: str, x: Any) -> Shape:
+    x = x if isinstance(x, jax.ShapeDtypeStruct) else as_array(name, x)
+    return Shape(x.shape, x.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -91,8 +91,22 @@ def _dimensions(count: int) -> str:
     return f"{count} dimension{'s' * (count != 1)}"
 
 
+class Shape(jax.ShapeDtypeStruct):
+    """Shape and dtype of an array that nobody reads, which passes all checks of arrays."""
+
+    def __getitem__(self, index: None) -> Shape:
+        """Returns the shape with one more axis of size 1 in front."""
+        return Shape((1, *self.shape), self.dtype)
+
+
 def as_array(name: str, x: Any) -> jax.Array:
-    """Returns `x` as a JAX array; raises a TypeError that names the argument if it is no array."""
+    """Returns `x` as a JAX array, or a `Shape` as it is.
+
+    Raises:
+        TypeError: `x` is no array; the error names the argument.
+    """
+    if isinstance(x, Shape):
+        return cast(jax.Array, x)
     if isinstance(x, jax.Array):
         # `asarray` binds a conversion that does nothing. Linearizing three of them took JAX 0.12 as long as the rest of
         # an eager call (0.5 ms, 2026-11-26).

@@ -61,6 +61,20 @@ def test_it_holds_arrays_and_no_function() -> None:
         np.testing.assert_array_equal(x, y)
 
 
+def test_sizes_allocate_nothing() -> None:
+    """Arrays of these sizes would take 2^60 bytes."""
+    query, key = (jax.ShapeDtypeStruct((1 << 19, T, heads, 1 << 29), jnp.bfloat16) for heads in (N, K))
+    mask = block_mask(causal(), query, key, key, key_value_seq_lengths=jnp.full(1 << 19, 3))
+    assert mask.sizes == (1 << 19, N, T, T) and not mask.lists  # no kernel takes this head dim
+    with pytest.raises(TypeError, match="`query` is ShapeDtypeStruct, expected an array"):
+        attention(query, key, key)  # pyright: ignore[reportArgumentType]
+    unbatched = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in (Q, KEY, KEY)]
+    same(
+        attention(Q[0], KEY[0], KEY[0], mask_mod=block_mask(causal(), *unbatched)),
+        attention(Q, KEY, KEY, is_causal=True)[0],
+    )
+
+
 def test_it_travels_between_programs() -> None:
     """Out of one jitted function, into another one, donated, and carried by a scan."""
     mask = jax.jit(lambda ids: block_mask(documents(ids), Q, KEY, KEY))(IDS)
