@@ -32,12 +32,12 @@ import jax
 from cases import CASES, GRID
 from peers import IMPLEMENTATIONS
 from run import MODES, compiled, describe_run, timing
+from testing.borrow import borrow
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.kernels.architectures import BORROWED
-from jax_fastattn.testing.borrow import borrow
 
 SIDES = ("before", "after")
 

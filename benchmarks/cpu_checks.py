@@ -5,7 +5,7 @@
     python benchmarks/cpu_checks.py --output benchmarks/results/2026-11-26-cpu-draws.json
     python benchmarks/cpu_checks.py --output emulated.json --emulate sm_90a --draws 60
 
-`jax_fastattn.testing.combinations` draws the calls: by default every pair and triple of features that a call can have
+`testing.combinations` draws the calls: by default every pair and triple of features that a call can have
 is a kind. On the XLA path each call runs twice. All arrays have NaN and infinities in everything that is hidden. A
 record holds the seed, the counts, the failures, how often each feature was drawn, the versions and the commit.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import jax
 from run import describe_run
+from testing import combinations, draw_sizes
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing import combinations, draw_sizes
 
 # Compiled programs of more kinds than these are dropped, so that the memory of a process stays in bounds.
 KINDS_AT_ONCE = 20

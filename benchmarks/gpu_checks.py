@@ -181,16 +181,16 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     """Compiles the kernels of the suite's cases and draws, and those of the sanitizers, unless the cache has them."""
     sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "tests" / "kernels" / "emulator")]
     import test_gpu
+    from testing import draws
+    from testing.cases.biases import BIASES
+    from testing.cases.few_queries import FEW_QUERIES
+    from testing.cases.gpu import GPU_CASES
+    from testing.cases.hidden_rows import HIDDEN_ROWS
 
     from jax_fastattn import ffi
     from jax_fastattn.cases.kernels import kernel_specs
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
-    from jax_fastattn.testing import draws
-    from jax_fastattn.testing.cases.biases import BIASES
-    from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-    from jax_fastattn.testing.cases.gpu import GPU_CASES
-    from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
 
     cases = [*GPU_CASES, *BIASES.values(), *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
@@ -211,7 +211,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
 
 def wild_draws() -> list[Any]:
     """The packed calls that the sanitizers run."""
-    from jax_fastattn.testing import draws
+    from testing import draws
 
     kinds = len(WILD["head_dims"])
     return draws.wild_draws(WILD_SEED, 5 * kinds, kinds, **WILD)
@@ -323,16 +323,16 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     words.
     """
     import jax
+    from testing import compare, draws
+    from testing.borrow import borrow
+    from testing.cases.biases import BIASES
+    from testing.cases.few_queries import FEW_QUERIES
+    from testing.cases.gpu import GPU_CASES
+    from testing.pages import paged_arguments
+    from testing.poison import poison
 
     from jax_fastattn import paged_attention
     from jax_fastattn.ops import vjp
-    from jax_fastattn.testing import compare, draws
-    from jax_fastattn.testing.borrow import borrow
-    from jax_fastattn.testing.cases.biases import BIASES
-    from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-    from jax_fastattn.testing.cases.gpu import GPU_CASES
-    from jax_fastattn.testing.pages import paged_arguments
-    from jax_fastattn.testing.poison import poison
 
     if arch is not None:
         borrow(arch)

@@ -3,7 +3,7 @@
 """Small calls whose rows are split over two devices, with every option, against one device: `long_sequences.py check`.
 
 The root mean square of each result's error against float32 may be twice that of one device, plus float32 rounding, as
-in `jax_fastattn.testing.compare`. Its largest error may be four times that of one device: a step rounds its share of a
+in `testing.compare`. Its largest error may be four times that of one device: a step rounds its share of a
 gradient, and shares may cancel.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +30,9 @@ from jax_fastattn.canonical import ring as canonical_ring
 from jax_fastattn.canonical.arguments import unify_varying
 from jax_fastattn.ops import vjp
 from jax_fastattn.spec import Ring
-from jax_fastattn.testing.compare import ROUNDING
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from testing.compare import ROUNDING
 
 DEVICES = 2
 HEADS, HEAD_DIM = 8, 128

@@ -202,7 +202,8 @@ def write_texts(folder: Path, arch: str) -> None:
 
 def compare_texts(before: Path, after: Path) -> list[str]:
     """Rows of a table: whether the texts of a program are equal, and how often it launches kernels."""
-    from jax_fastattn.testing.launches import count_launches
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    from testing.launches import count_launches
 
     rows = [f"| program | {' | '.join(PLATFORMS)} | launches |", "|---|---|---|---|"]
     for name in plain_programs():

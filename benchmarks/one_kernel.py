@@ -11,7 +11,7 @@ By default the kernels run in the emulator, which needs no GPU, and times are th
 run on the first GPU as in a public call, and the time is the median of a call. With `--mode backward` both passes run,
 and that time is the sum of both. Operands are poisoned where nothing may be read.
 
-A kernel's local memory holds the registers that it spills. Cases are those of `jax_fastattn/testing/cases/` that
+A kernel's local memory holds the registers that it spills. Cases are those of `tests/testing/cases/` that
 kernels run. The exit status is 1 if a result is wrong. `run.py` times cases of the size of models.
 """
 
@@ -32,6 +32,14 @@ import numpy as np
 from machine_code import TEST_FOLDERS, kernel_name
 from report import MODES
 from run import timing
+from testing import combinations, compare
+from testing.borrow import borrow
+from testing.cases.biases import BIASES
+from testing.cases.few_queries import FEW_QUERIES
+from testing.cases.gpu import GPU_CASES
+from testing.cases.hidden_rows import HIDDEN_ROWS
+from testing.compare import Results
+from testing.poison import poison
 from tune import parse_config
 
 from jax_fastattn.cases.case import Case
@@ -41,14 +49,6 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases.biases import BIASES
-from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-from jax_fastattn.testing.cases.gpu import GPU_CASES
-from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
-from jax_fastattn.testing.compare import Results
-from jax_fastattn.testing.poison import poison
 
 EMULATED = tuple(arch for arch, found in COVERAGE.items() if found.emulated)
 

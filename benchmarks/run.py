@@ -43,8 +43,11 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
-from jax_fastattn.testing.combinations import wanted
-from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
+
+# Scripts that import this one find `testing` there, too.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from testing.combinations import wanted
+from testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
 
 # Logits of what is checked, in float32.
 CHECKED_BYTES = 1 << 31
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if options.arch:
         # As in `prepare`.
-        from jax_fastattn.testing.borrow import borrow
+        from testing.borrow import borrow
 
         borrow(options.arch)
     context = {"flop_formula": FLOP_FORMULA} | describe_run(options.commit) | {"arch": options.arch}
@@ -228,7 +231,7 @@ def timing(
 class Checked:
     """What results must be: found once per case, on the first heads (and as many batch entries as memory allows).
 
-    The rule is that of the tests (`jax_fastattn.testing.compare`): the error may be twice that of the same arithmetic
+    The rule is that of the tests (`testing.compare`): the error may be twice that of the same arithmetic
     in the dtype of the case. The oracle is jax.nn's XLA path in float32, or the executable specification where jax.nn
     lacks a feature; for packed sequences our XLA path, in float32 for the oracle.
     """

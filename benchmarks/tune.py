@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from cases import CASES, FLOP_FORMULA, flops
 from peers import IMPLEMENTATIONS
 from run import MODES, clocks, compiled, describe_run
+from testing.borrow import borrow
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
@@ -50,7 +51,6 @@ from jax_fastattn.kernels.sm90.backward.config import BackwardConfigs
 from jax_fastattn.kernels.sm90.backward.dq_config import dq_config
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.borrow import borrow
 
 # A variant that hangs holds the GPU until its process ends.
 LONGEST_STEP_SECONDS = 60.0

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the public functions, made from the named cases of `jax_fastattn.testing`, and what they should give.
+"""Calls of the public functions, made from the named cases of `testing`, and what they should give.
 
 What is expected comes from `reference.py`, differentiated by JAX: nothing of the ops and their rules is in it.
 """
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import stand_in
+from testing import compare
+from testing.launches import count_launches  # noqa: F401 (tests call it as one of this module)
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case
@@ -26,8 +28,6 @@ from jax_fastattn.ops import dispatch
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE as _DIFFERENTIABLE
 from jax_fastattn.spec import PLANES, AttentionSpec, Operands
-from jax_fastattn.testing import compare
-from jax_fastattn.testing.launches import count_launches  # noqa: F401 (tests call it as one of this module)
 
 # The differentiable arrays that a caller passes. Planes are made of what functions capture.
 DIFFERENTIABLE = tuple(name for name in _DIFFERENTIABLE if name not in PLANES)

@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         kept.prune()
     if arch := config.getoption("--arch"):
-        from jax_fastattn.testing.borrow import borrow
+        from testing.borrow import borrow
 
         borrow(arch)
 

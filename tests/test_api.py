@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import compare
 
 from jax_fastattn import attention, attention_varlen
 from jax_fastattn.canonical import packed as canonical_packed
@@ -23,7 +24,6 @@ from jax_fastattn.canonical.arguments import fold_wide_window
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import vjp
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.testing import compare
 
 SMALL = Case(query_length=5, key_length=7, num_kv_heads=3, group=2, head_dim=8, v_head_dim=4)
 

@@ -17,6 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from testing import combinations, compare
+from testing.combinations import BIASES, MASKS, features_of
+from testing.draw_sizes import EMULATED, FEATURES, LARGE, SMALL, Sizes
+from testing.poison import fill, poison, visible_rows
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
@@ -26,10 +30,6 @@ from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.programs.code import Code
 from jax_fastattn.reference import visible_pairs
 from jax_fastattn.spec import HIDDEN_BIAS
-from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.combinations import BIASES, MASKS, features_of
-from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, LARGE, SMALL, Sizes
-from jax_fastattn.testing.poison import fill, poison, visible_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

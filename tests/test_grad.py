@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from testing.poison import poison
 
 from jax_fastattn import attention, attention_varlen
-from jax_fastattn.testing.poison import poison
 
 QKV = tuple(calls.EVERYTHING.operands(jax.random.key(0))[:3])
 

@@ -70,13 +70,13 @@ def test_a_list_of_cases_starts_no_backend_and_traces_nothing() -> None:
         import jax
         events = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
-        from jax_fastattn.testing.cases import gpu
+        from testing.cases import gpu
         from jax._src import xla_bridge
         print(len(gpu.GPU_CASES) > 100, bool(xla_bridge._backends), events)
         jax.eval_shape(jax.jit(lambda: 1))
         print(bool(events))
     """
-    assert python(code).splitlines() == ["True False []", "True"]
+    assert python(code, path=(ROOT, Path(__file__).parent)).splitlines() == ["True False []", "True"]
 
 
 def test_without_the_compiler_everything_but_kernels_works() -> None:

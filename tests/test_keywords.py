@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generators.keyword_table import with_table
 
 import jax_fastattn
 from jax_fastattn import (
@@ -31,7 +32,6 @@ from jax_fastattn import (
     zigzag,
 )
 from jax_fastattn.integrations import flax, jax_nn, keras
-from jax_fastattn.testing.keyword_table import with_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 X = jnp.ones((2, 5, 4, 8))
@@ -115,7 +115,7 @@ def test_remedies_name_keywords_and_functions_that_exist() -> None:
 
 def test_the_page_has_the_table() -> None:
     text = PAGE.read_text()
-    assert text == with_table(text), "run: python -m jax_fastattn.testing.keyword_table docs/migration.md"
+    assert text == with_table(text), "run: python tests/generators/keyword_table.py docs/migration.md"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)

@@ -9,13 +9,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from testing import combinations
 
 from jax_fastattn.cases import models
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.models import BIASED, CALLS, DOCUMENTS, MODELS
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.reference import visible_pairs
-from jax_fastattn.testing import combinations
 
 
 def small(name: str, length: int = 64) -> Case:

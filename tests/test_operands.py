@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import compare
 
 from jax_fastattn.canonical import batched, packed
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import batching
 from jax_fastattn.spec import DIFFERENTIABLE, KEPT_LISTS, OPERANDS, PLANES, QKV, AttentionSpec, Operands
-from jax_fastattn.testing import compare
 
 KINDS = ("head", "query", "key", "distance", "table")
 PACKED = Case(batch=1, query_length=50, key_length=70, packed=((17, 30), (40, 25)), sinks="n", scale_is_array=True)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.compare import evaluate
+from testing.poison import visible_rows
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
@@ -18,8 +20,6 @@ from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV
-from jax_fastattn.testing.compare import evaluate
-from jax_fastattn.testing.poison import visible_rows
 
 CASE = Case(
     num_kv_heads=2,

@@ -11,13 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jax_fastattn.cases.case import Case
-from jax_fastattn.reference import attention_reference, visible_pairs
-from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.cases.cpu import CPU_CASES
-from jax_fastattn.testing.cases.gpu import GPU_CASES
-from jax_fastattn.testing.compare import (
+from testing.cases.cpu import CPU_CASES
+from testing.cases.gpu import GPU_CASES
+from testing.compare import (
     DIFFERENTIABLE,
     Attention,
     Results,
@@ -26,7 +22,11 @@ from jax_fastattn.testing.compare import (
     expected,
     same_dtype_attention,
 )
-from jax_fastattn.testing.poison import poison
+from testing.poison import poison
+
+from jax_fastattn.cases.case import Case
+from jax_fastattn.reference import attention_reference, visible_pairs
+from jax_fastattn.spec import AttentionSpec, Operands
 
 pytestmark = pytest.mark.numbers
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import compare
+from testing.poison import poison
 
 from jax_fastattn import attention, attention_varlen, explain
 from jax_fastattn.cases.case import Case
@@ -25,8 +27,6 @@ from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing import compare
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import passes as xla
 
 QKV = Case(query_length=5, key_length=7, group=2, head_dim=8).operands(jax.random.key(0))[:3]

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from generators.support_table import support_table
+from testing.borrow import borrow
+from testing.cases.few_queries import FEW_QUERIES
+from testing.cases.gpu import GPU_CASES
+from testing.cases.masked import MASKED
+from testing.combinations import BIASES
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
@@ -36,19 +42,13 @@ from jax_fastattn.kernels.support import (
     unsupported_reasons,
 )
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.testing.borrow import borrow
-from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-from jax_fastattn.testing.cases.gpu import GPU_CASES
-from jax_fastattn.testing.cases.masked import MASKED
-from jax_fastattn.testing.combinations import BIASES
-from jax_fastattn.testing.support_table import support_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BASE = Case(dtype="bfloat16", group=2)
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == support_table(), "run: python -m jax_fastattn.testing.support_table > docs/support.md"
+    assert PAGE.read_text() == support_table(), "run: python tests/generators/support_table.py > docs/support.md"
 
 
 def test_the_page_has_rows_of_both_kinds() -> None:

@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import compare
+from testing.combinations import in_chunks
+from testing.poison import poison
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing import compare
-from jax_fastattn.testing.combinations import in_chunks
-from jax_fastattn.testing.poison import poison
 
 # More rows and columns than a chunk has, and no multiple of it.
 SIZES = Case(query_length=19, key_length=21, num_kv_heads=2, group=2, head_dim=8)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import combinations
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
@@ -25,7 +26,6 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda.bias import MIN_SCALE, bias_operands, with_usable_scale
 from jax_fastattn.ops.cuda.launch import launch_scalars
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import combinations
 
 B, T, S, N, K, H = 2, 5, 11, 6, 3, 64
 SHAPES = list(itertools.product((1, B), (1, K, N), (1, T), (1, S)))

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.combinations import in_chunks
 
 import jax_fastattn
 from jax_fastattn import attention, attention_varlen, dropout_mask, explain, paged_attention
 from jax_fastattn.api import eager
 from jax_fastattn.canonical import dropout as arguments
-from jax_fastattn.testing.combinations import in_chunks
 
 B, T, S, N, K, H = 2, 37, 53, 4, 2, 8
 RATE = 0.3

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import combinations, compare
+from testing.draw_sizes import SMALL
+from testing.poison import poison
 
 from jax_fastattn import dropout
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.draw_sizes import SMALL
-from jax_fastattn.testing.poison import poison
 
 DRAWS, KINDS = 24, 12
 

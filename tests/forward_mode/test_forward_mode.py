@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import jet
+from testing.poison import poison
 
 from jax_fastattn import attention, attention_varlen
 from jax_fastattn.canonical import validation
 from jax_fastattn.ops.vjp import LSE_NAME, OUT_NAME
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.testing.poison import poison
 
 Arrays = calls.Arrays
 ARGS = (0, 1, 2)

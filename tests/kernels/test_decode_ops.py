@@ -14,13 +14,13 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from testing.poison import poison
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels import choose
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.poison import poison
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 

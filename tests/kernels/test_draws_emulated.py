@@ -20,9 +20,9 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_draws
 import emulated_ops
 import jax.numpy as jnp
+from testing.combinations import features_of
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing.combinations import features_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -18,6 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import combinations, compare, draw_sizes, draws
+from testing.cases.biases import BIASES
+from testing.cases.few_queries import FEW_QUERIES
+from testing.cases.gpu import GPU_CASES
+from testing.cases.hidden_rows import HIDDEN_ROWS
+from testing.poison import poison
 
 import jax_fastattn
 from jax_fastattn import ffi
@@ -33,12 +39,6 @@ from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing import combinations, compare, draw_sizes, draws
-from jax_fastattn.testing.cases.biases import BIASES
-from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-from jax_fastattn.testing.cases.gpu import GPU_CASES
-from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
-from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
 

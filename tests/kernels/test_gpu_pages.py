@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from testing import combinations, compare
+from testing.cases.few_queries import FEW_QUERIES
+from testing.pages import can_be_paged, paged_arguments
+from testing.poison import poison
 
 from jax_fastattn import paged_attention
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-from jax_fastattn.testing.pages import can_be_paged, paged_arguments
-from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.gpu
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.draws import packed_draws, wild_draws
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
@@ -20,7 +21,6 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.records import Record, slot_count
 from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.testing.draws import packed_draws, wild_draws
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 

@@ -15,6 +15,9 @@ import pytest
 import test_combinations
 import test_gpu
 import test_passes
+from testing import combinations, compare, draw_sizes
+from testing.cases.hidden_rows import HIDDEN_ROWS
+from testing.poison import visible_rows
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels import codes
@@ -22,9 +25,6 @@ from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing import combinations, compare, draw_sizes
-from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
-from jax_fastattn.testing.poison import visible_rows
 
 # Settings that hide rows, and whether a case has them.
 SETTINGS: dict[str, Callable[[Case], Any]] = {

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+from generators.memory_map import memory_map
 
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import ARCHITECTURES
@@ -30,7 +31,6 @@ from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqMemory, dq_config
 from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier, SharedMemory, forward_config
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
-from jax_fastattn.testing.memory_map import memory_map
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels" / "memory.md"
 DIMS = list(itertools.product((8, 40, 64, 96, 128, 160, 192, 256), repeat=2))
@@ -200,4 +200,4 @@ def test_there_are_enough_named_barriers() -> None:
 
 
 def test_the_memory_map_is_up_to_date() -> None:
-    assert PAGE.read_text() == memory_map(), "run: python -m jax_fastattn.testing.memory_map > docs/kernels/memory.md"
+    assert PAGE.read_text() == memory_map(), "run: python tests/generators/memory_map.py > docs/kernels/memory.md"

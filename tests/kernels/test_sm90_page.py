@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from generators.memory_map import sections
 
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.device.regions import Barriers
@@ -14,7 +15,6 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import BackwardMemory, backward_config
 from jax_fastattn.kernels.sm90.backward.dq_config import DqMemory, dq_config
 from jax_fastattn.kernels.sm90.forward.config import SharedMemory, forward_config
-from jax_fastattn.testing.memory_map import sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kernels" / "sm90.md").read_text()
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from testing.combinations import inputs
+from testing.poison import poison
 
 import jax_fastattn
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing.combinations import inputs
-from jax_fastattn.testing.poison import poison
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PROGRAM = """

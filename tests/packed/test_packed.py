@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing import compare
 
 from jax_fastattn import attention_varlen, target_arch
 from jax_fastattn.kernels.choose import configured
@@ -24,7 +25,6 @@ from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing import compare
 from jax_fastattn.xla import passes as xla
 from jax_fastattn.xla.chunks import ACCELERATOR
 

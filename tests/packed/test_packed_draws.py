@@ -11,12 +11,12 @@ from typing import Any
 import calls
 import jax
 import pytest
+from testing import compare, draws
+from testing.poison import poison
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec
-from jax_fastattn.testing import compare, draws
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import blocks, chunks
 
 pytestmark = pytest.mark.numbers

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from generators.support_table import problems
 
 import jax_fastattn
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.kernels.architectures import ARCHITECTURES
 from jax_fastattn.kernels.support import unsupported_reasons
-from jax_fastattn.testing.support_table import problems
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".", "docs", "docs/kernels", "docs/recipes", "notebook")

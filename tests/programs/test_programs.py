@@ -20,6 +20,7 @@ from calls import assert_same, quick_jit
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mods import MASKS, SCORES, B, D, K, N, S, T
+from testing.combinations import in_chunks
 
 from jax_fastattn import (
     all_to_all_attention,
@@ -36,7 +37,6 @@ from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.ops.forward import attend_op
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.combinations import in_chunks
 
 # A function of each kind, with and without code; the others are a sweep.
 PAIRS = [("alibi", "documents"), ("t5", "heads"), ("temperature", "blocks"), ("pairs", "sorted")]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from calls import assert_same, quick_jit
 from mods import B, D, N, S, T
+from testing.combinations import in_chunks
 
 from jax_fastattn import attention
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.testing.combinations import in_chunks
 
 DEPTH = 4
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.numbers) for seed in range(1, 24))]

@@ -19,14 +19,14 @@ import pytest
 from calls import assert_same, quick_jit
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from testing.cases.cpu import CPU_CASES
+from testing.compare import Results, assert_within_budget, evaluate, expected
+from testing.poison import poison
 
 from jax_fastattn import attention
 from jax_fastattn.cases.case import Case
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.cases.cpu import CPU_CASES
-from jax_fastattn.testing.compare import Results, assert_within_budget, evaluate, expected
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import blocks, chunks
 from jax_fastattn.xla import passes as xla
 from jax_fastattn.xla.blocks import FEW_QUERIES

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from testing.poison import poison
 
 from jax_fastattn.canonical import packed as canonical_packed
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import chunks, tangents
 from jax_fastattn.xla import passes as xla
 

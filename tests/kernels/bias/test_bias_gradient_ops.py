@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import test_bias_ops
+from testing.poison import poison
 
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import passes as xla
 
 pytestmark = pytest.mark.slow

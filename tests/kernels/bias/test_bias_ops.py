@@ -14,6 +14,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_ops
 import jax.numpy as jnp
 import numpy as np
+from testing.poison import poison
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.bias_shapes import bias_kind
@@ -23,7 +24,6 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands, Problem
-from jax_fastattn.testing.poison import poison
 
 pytestmark = pytest.mark.slow
 

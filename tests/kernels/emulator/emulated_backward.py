@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from testing.poison import full, visible_rows
 
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import BIAS_SCALARS
@@ -24,7 +25,6 @@ from jax_fastattn.ops.cuda.bias import bias_operands
 from jax_fastattn.ops.cuda.bias_gradient import bias_gradient
 from jax_fastattn.ops.cuda.gradient_units import gradient_units
 from jax_fastattn.spec import AttentionSpec, Operands
-from jax_fastattn.testing.poison import full, visible_rows
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "int32": np.int32, "float32": np.float32}
 DEVICE_DTYPES = {

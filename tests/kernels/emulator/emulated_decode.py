@@ -13,13 +13,13 @@ import numpy as np
 from emulated_backward import Sizes, draw_operands, reference, with_sinks
 from emulated_launch import MULTIPROCESSORS, compile_kernel, launch_scalars, place, start
 from ptx_emulator import Memory
+from testing.pages import in_pages
 
 from jax_fastattn.compilation.compiler import KERNELS
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.config import decode_scratch
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.testing.pages import in_pages
 
 
 @functools.cache

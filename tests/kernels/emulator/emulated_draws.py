@@ -17,14 +17,14 @@ import emulated_ops
 import jax
 import numpy as np
 from emulated_launch import MULTIPROCESSORS
+from testing import combinations, compare
+from testing.compare import Results
+from testing.poison import poison
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch import launch_p
-from jax_fastattn.testing import combinations, compare
-from jax_fastattn.testing.compare import Results
-from jax_fastattn.testing.poison import poison
 
 ARCHS = ("sm_90a", "sm_80")
 

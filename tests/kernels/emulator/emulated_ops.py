@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from emulated_launch import MULTIPROCESSORS, compile_kernel, place, start
 from ptx_emulator import Memory
+from testing.poison import poison
 
 from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments.prepass import PrepassScalars
@@ -29,7 +30,6 @@ from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
-from jax_fastattn.testing.poison import poison
 
 _prepasses: dict[KernelSpec, dict[str, str]] = {}
 

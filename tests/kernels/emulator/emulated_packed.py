@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from emulated_backward import Sizes, compare_dsinks_terms, draw_operands, draw_units, dsinks_buffer, with_sinks
 from emulated_launch import compile_kernel, launch_scalars, place, start
+from testing.draws import moved
+from testing.poison import full
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels import codes
@@ -30,8 +32,6 @@ from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel as HopperForwardKernel
 from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda.records import tile_records
-from jax_fastattn.testing.draws import moved
-from jax_fastattn.testing.poison import full
 
 # JAX compiles each operation by itself otherwise, for each shape.
 _sequences = jax.jit(packed.sequences, static_argnums=2)

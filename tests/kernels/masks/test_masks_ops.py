@@ -14,6 +14,7 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
+from testing.poison import poison
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import kernel_spec, prepass_configs
@@ -23,7 +24,6 @@ from jax_fastattn.ops.cuda import prepass
 from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import QKV, Operands, Problem
-from jax_fastattn.testing.poison import poison
 
 B, T, S, N, K = 2, 70, 141, 4, 2
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Dense calls of `jax_fastattn.testing.cases` as calls of `paged_attention`, whose pages lie at random places."""
+"""Dense calls of `testing.cases` as calls of `paged_attention`, whose pages lie at random places."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import Operands
-from jax_fastattn.testing import draws
-from jax_fastattn.testing.poison import full
+from testing import draws
+from testing.poison import full
 
 # Calls over pages have no argument for these fields of cases.
 _DENSE = ("mask", "bias", "segments", "documents", "packed", "query_seq_lengths")

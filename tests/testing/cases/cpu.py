@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing.cases.base import lengths, vary
+from testing.cases.base import lengths, vary
 
 # The cases have small sizes, so that they are fast.
 _SMALL = Case(query_length=37, key_length=53, num_kv_heads=3, group=2, head_dim=8, v_head_dim=12)

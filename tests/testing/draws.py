@@ -23,7 +23,7 @@ from jax_fastattn.api import attention_varlen
 from jax_fastattn.canonical import dropout
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
-from jax_fastattn.testing.compare import Results
+from testing.compare import Results
 
 # These lengths are around the sizes of tiles; any other length is as likely as one of them.
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)

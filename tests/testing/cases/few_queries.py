@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing.cases.base import IDS, on
+from testing.cases.base import IDS, on
 
 # The keys of few queries are split. The cases have lengths of 0 and near the sizes of tiles, rows that see nothing, and
 # each number of blocks of rows.

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.testing.cases.base import vary
+from testing.cases.base import vary
 
 _LENGTHS = (1000, 0, 1, 63, 64, 65, 127, 128, 129)
 _OTHER_LENGTHS = (300, 77, 1, 129, 0, 64, 200, 65, 513)

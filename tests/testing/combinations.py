@@ -28,11 +28,11 @@ from jax_fastattn.kernels.arguments.precision import products_of
 from jax_fastattn.kernels.key import Products
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, PLANES, AttentionSpec, Operands
-from jax_fastattn.testing import compare, draws
-from jax_fastattn.testing.compare import Results
-from jax_fastattn.testing.draw_sizes import EMULATED, FEATURES, Sizes
-from jax_fastattn.testing.poison import poison
 from jax_fastattn.xla import blocks, chunks
+from testing import compare, draws
+from testing.compare import Results
+from testing.draw_sizes import EMULATED, FEATURES, Sizes
+from testing.poison import poison
 
 # `attention_varlen` does not have these arguments. `draws.py` has its calls under other conditions.
 _UNPACKED = {"lengths", "mask", "function", "bias", "ids", "vmap"}

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jax_fastattn.testing.cases.base import GQA, MHA, on
+from testing.cases.base import GQA, MHA, on
 
 _NO_KEY = on(GQA, is_causal=True, query_length=193, query_offset=(-70, -150))
 HIDDEN_ROWS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jax_fastattn.testing import draws
+from testing import draws
 
 FEATURES = (
     "causal",

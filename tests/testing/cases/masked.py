@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jax_fastattn.testing.cases.base import FEW, GQA, IDS, LONG, MHA, on, vary
+from testing.cases.base import FEW, GQA, IDS, LONG, MHA, on, vary
 
 # Masks and segment ids. A line is one attention kernel forward and one backward, which all masks, ids, windows, offsets
 # and lengths of keys share; a predicate of its own has a prepass of its own.

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from jax_fastattn.testing.cases.base import GQA, MHA, on
+from testing.cases.base import GQA, MHA, on
 
 # With these lengths, a matrix of 16 bits takes more than half of an H100's L2.
 _LARGE_BIAS = {"query_length": 1500, "key_length": 1601}

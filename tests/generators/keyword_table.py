@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates the table of keywords in docs/migration.md from `keywords.PEERS`, from which errors take their remedies.
 
-Run `python -m jax_fastattn.testing.keyword_table docs/migration.md`.
+Run `python tests/generators/keyword_table.py docs/migration.md`.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ import dataclasses
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.choose import kernel_spec
-from jax_fastattn.testing.cases.base import FEW, GQA, LONG, MHA, lengths, on, vary
-from jax_fastattn.testing.cases.few_queries import FEW_QUERIES
-from jax_fastattn.testing.cases.hidden_rows import HIDDEN_ROWS
-from jax_fastattn.testing.cases.masked import MASKED
-from jax_fastattn.testing.cases.packed import PACKED
+from testing.cases.base import FEW, GQA, LONG, MHA, lengths, on, vary
+from testing.cases.few_queries import FEW_QUERIES
+from testing.cases.hidden_rows import HIDDEN_ROWS
+from testing.cases.masked import MASKED
+from testing.cases.packed import PACKED
 
 # These lengths are around the tile sizes of kernels (64, 128), both ways round, and far from them.
 _ODD = lengths((1, 63), (64, 65), (127, 193), (129, 128), (257, 127), (1000, 257))
