@@ -114,9 +114,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
     """Measures the median milliseconds of each cell."""
-    return {
-        cell: timing(call, arrays, options, read_clocks=False)["ms"]["p50"] for cell, call, arrays in cells(options)
-    }
+    return {cell: timing(call, arrays, options)["ms"]["p50"] for cell, call, arrays in cells(options)}
 
 
 def cells(options: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:

@@ -150,7 +150,7 @@ def run_on_gpu(case: Case, mode: str, arch: str | None) -> None:
         found = call(*arrays)
     compare.assert_within_budget(*(jax.tree.map(np.asarray, x) for x in (found, *expected)))
     settings = argparse.Namespace(repeats=9, measurement_ms=20.0, warm_up_seconds=1.0)
-    print(f"{timing(call, arrays, settings, read_clocks=False)['ms']['p50']:.3f} ms a call")
+    print(f"{timing(call, arrays, settings)['ms']['p50']:.3f} ms a call")
 
 
 def attend(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, Any]:

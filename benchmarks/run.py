@@ -63,10 +63,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="after which no case is begun")
-    parser.add_argument("--repeats", type=int, default=9, help="measurements of each time (default: 9)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each implementation, there and back (default: 3)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="measurements in a turn (default: 3)")
     parser.add_argument("--measurement-ms", type=float, default=20.0, help="the least length of one (default: 20)")
     parser.add_argument(
-        "--warm-up-seconds", type=float, default=1.0, help="of calls before, until power has set the clock (default: 1)"
+        "--warm-up-seconds", type=float, default=0.3, help="of a turn, until power has set the clock (default: 0.3)"
     )
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<date>-<gpu>[-<arch>].jsonl")
     parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
@@ -112,10 +115,14 @@ def main(argv: list[str] | None = None) -> None:
         if time.monotonic() - started > options.budget_seconds:
             print(f"out of time: {', '.join(names[i:])} left out")
             break
+        records = []
         for record in measure_case(name, CASES[name], options):
             with output.open("a") as file:
                 file.write(json.dumps(record | context) + "\n")
             print(summary(record), flush=True)
+            records.append(record)
+        for mode in options.modes:
+            print(lead(name, [record for record in records if record["mode"] == mode]), flush=True)
     print(f"records are in {output}")
 
 
@@ -155,26 +162,35 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
     operands = jax.jit(case.operands)(operands_key)
     dout, _ = case.cotangents(cotangent_key)
     checked = Checked(case, operands, dout)
-    for implementation in options.implementations:
-        peer = IMPLEMENTATIONS[implementation]
-        attend, prepare = peer.attend, peer.compiled or partial(compiled, peer.attend)
-        for mode in options.modes:
+    for mode in options.modes:
+        records, timed = [], []
+        for implementation in options.implementations:
             record: dict[str, Any] = {"case": name, "problem": str(case), "impl": implementation, "mode": mode}
-            record |= {"version": peer.version(), "flops": flops(case, mode)}
-            record["error"] = None
+            record |= {"version": IMPLEMENTATIONS[implementation].version(), "flops": flops(case, mode), "error": None}
+            records.append(record)
             try:
-                if record["version"] is None:
-                    raise Unsupported("not installed")
-                call, arrays = prepare(case, operands, dout, mode)
-                record |= checked.outcome(jax.tree.map(as_jax, call(*arrays)), mode)
-                record |= timing(call, arrays, options)
-                record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
-                record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
-                if implementation.startswith("jax_fastattn"):
-                    record["ran"] = explained(attend, case, operands)
+                timed.append((record, *checked_call(record, case, checked, operands, dout)))
             except Exception as error:  # whatever a peer raises is its record
                 record["error"] = f"{type(error).__name__}: {error}"[:500]
-            yield record
+        for (record, call, arrays), times in zip(timed, by_turns([x[1:] for x in timed], options), strict=True):
+            record |= times
+            record["tflops"] = record["flops"] / record["ms"]["p50"] / 1e9
+            record["tb_per_s"] = moved_bytes(arrays, call(*arrays)) / record["ms"]["p50"] / 1e9
+        yield from records
+
+
+def checked_call(
+    record: dict[str, Any], case: Case, checked: Checked, operands: Operands, dout: jax.Array
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is timed for a record and its arguments, after a run whose errors the record gets."""
+    if record["version"] is None:
+        raise Unsupported("not installed")
+    peer = IMPLEMENTATIONS[record["impl"]]
+    call, arrays = (peer.compiled or partial(compiled, peer.attend))(case, operands, dout, record["mode"])
+    record |= checked.outcome(jax.tree.map(as_jax, call(*arrays)), record["mode"])
+    if record["impl"].startswith("jax_fastattn"):
+        record["ran"] = explained(peer.attend, case, operands)
+    return call, arrays
 
 
 def compiled(
@@ -199,33 +215,56 @@ def as_jax(x: Any) -> jax.Array:
     return x if isinstance(x, jax.Array) else x.to_jax()
 
 
-def timing(
-    call: Callable[..., Any], arrays: tuple[Any, ...], options: argparse.Namespace, *, read_clocks: bool = True
-) -> dict[str, Any]:
-    """Milliseconds per call, from measurements of many asynchronous calls each; with the clocks before and after."""
-    repeats, measurement_ms, warm_up = options.repeats, options.measurement_ms, options.warm_up_seconds
+def timing(call: Callable[..., Any], arrays: tuple[Any, ...], options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one call, which has one turn."""
+    settings = argparse.Namespace(**vars(options) | {"rounds": 1})
+    return by_turns([(call, arrays)], settings, read_clocks=False)[0]
 
-    def measure(count: int) -> float:
-        started = time.perf_counter()
-        for _ in range(count):
-            result = call(*arrays)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - started) * 1e3
 
-    measure(3)
+def by_turns(
+    timed: list[tuple[Callable[..., Any], tuple[Any, ...]]], options: argparse.Namespace, *, read_clocks: bool = True
+) -> list[dict[str, Any]]:
+    """Milliseconds of each of some calls, with their arguments, and the GPU's clocks after each turn.
+
+    In each round every call has one turn, in every second round in reverse order. In a turn it runs until power has set
+    the clock, and then some measurements run, each of many asynchronous calls.
+    """
+    counts = [calibrated(*x, options.measurement_ms) for x in timed]
+    times: list[list[float]] = [[] for _ in timed]
+    after: list[list[dict[str, str] | None]] = [[] for _ in timed]
+    for turn in range(options.rounds):
+        for i in range(len(timed))[:: -1 if turn % 2 else 1]:
+            started = time.monotonic()
+            while time.monotonic() - started < options.warm_up_seconds:
+                elapsed_ms(*timed[i], counts[i])
+            times[i] += [elapsed_ms(*timed[i], counts[i]) / counts[i] for _ in range(options.repeats)]
+            if read_clocks:
+                after[i].append(clocks())
+    found = []
+    for calls, measured, read in zip(counts, times, after, strict=True):
+        quantiles = statistics.quantiles(measured, n=10, method="inclusive") if len(measured) > 1 else measured * 9
+        ms = {"p20": quantiles[1], "p50": quantiles[4], "p80": quantiles[7]}
+        settings = {name: getattr(options, name) for name in ("rounds", "repeats", "warm_up_seconds")}
+        found.append({"ms": ms, "calls": calls, **settings} | ({"clocks": read} if read_clocks else {}))
+    return found
+
+
+def elapsed_ms(call: Callable[..., Any], arrays: tuple[Any, ...], count: int) -> float:
+    """Milliseconds of some calls, which are issued without waiting."""
+    started, result = time.perf_counter(), None
+    for _ in range(count):
+        result = call(*arrays)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - started) * 1e3
+
+
+def calibrated(call: Callable[..., Any], arrays: tuple[Any, ...], measurement_ms: float) -> int:
+    """How many calls last so long."""
+    elapsed_ms(call, arrays, 3)
     calls = 1
-    while (elapsed := measure(calls)) < measurement_ms:
+    while (elapsed := elapsed_ms(call, arrays, calls)) < measurement_ms:
         calls = max(calls + 1, min(int(calls * 1.2 * measurement_ms / elapsed), calls * 10))
-    before = clocks() if read_clocks else None
-    started = time.monotonic()
-    while time.monotonic() - started < warm_up:
-        measure(calls)
-    times = [measure(calls) / calls for _ in range(repeats)]
-    quantiles = statistics.quantiles(times, n=10, method="inclusive") if repeats > 1 else times * 9
-    ms = {"p20": quantiles[1], "p50": quantiles[4], "p80": quantiles[7]}
-    counts = {"calls": calls, "repeats": repeats, "warm_up_seconds": warm_up}
-    found = {"ms": ms, **counts}
-    return found | {"clocks": {"before": before, "after": clocks()}} if read_clocks else found
+    return calls
 
 
 class Checked:
@@ -368,6 +407,19 @@ def command_output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def lead(name: str, records: list[dict[str, Any]]) -> str:
+    """Our speed over that of the fastest peer in one line; "level" if their times overlap, from p20 to p80."""
+    times = {record["impl"]: record["ms"] for record in records if "ms" in record and record["error"] is None}
+    ours = times.get("jax_fastattn")
+    peers = {impl: ms for impl, ms in times.items() if not impl.startswith("jax_fastattn")}
+    if ours is None or not peers:
+        return f"{name:34} no peer to compare with"
+    best = min(peers, key=lambda impl: peers[impl]["p50"])
+    is_level = ours["p20"] <= peers[best]["p80"] and peers[best]["p20"] <= ours["p80"]
+    found = f"{peers[best]['p50'] / ours['p50']:.3f} of {best}" + (", level" if is_level else "")
+    return f"{name:34} {records[0]['mode']:9} {found}"
 
 
 def summary(record: dict[str, Any]) -> str:

@@ -67,6 +67,24 @@ def test_calls_run_before_they_are_measured() -> None:
     assert record["warm_up_seconds"] == 0.2 < times[-1] - times[0]
 
 
+def test_implementations_take_turns_there_and_back() -> None:
+    """One that always runs after another one gets what that leaves of the GPU's power."""
+    order: list[str] = []
+    options = run.parse_arguments([*QUICK, "--measurement-ms", "0", "--repeats", "1"])
+    found = run.by_turns([(lambda name=name: order.append(name), ()) for name in "abc"], options)
+    assert "".join(order[-9:]) == "abccbaabc"
+    assert all(x["rounds"] == len(x["clocks"]) == 3 for x in found)
+
+
+@pytest.mark.parametrize(("ours", "expected"), [(1.0, "2.000 of b"), (1.95, "1.026 of b, level")])
+def test_a_lead_inside_of_the_spread_is_level(ours: float, expected: str) -> None:
+    times = {"a": 3.0, "b": 2.0, "jax_fastattn": ours, "jax_fastattn-xla": 0.5}
+    ms = {name: {"p20": 0.97 * x, "p50": x, "p80": 1.03 * x} for name, x in times.items()}
+    records = [{"impl": name, "mode": "forward", "error": None, "ms": x} for name, x in ms.items()]
+    assert run.lead("case", records).endswith(f"forward   {expected}")
+    assert run.lead("case", records[2:]).endswith("no peer to compare with")
+
+
 def test_sums_over_heads_that_are_not_checked_are_left_out() -> None:
     """The rule compares a part of the heads, which lacks most of the gradient of a bias that all heads share."""
     case = Case(batch=2, query_length=16, key_length=24, num_kv_heads=3, head_dim=8, bias="bs")
