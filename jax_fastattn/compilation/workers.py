@@ -4,8 +4,9 @@
 
 Threads cannot: the compiler holds Python's lock, and keeps state in the process. A worker is a fresh Python, neither a
 fork of this process nor one that runs the user's script again. It delivers through the disk cache, from which nothing
-is read that another user may write. Whoever needs a kernel waits for its worker for `PATIENCE` seconds at most, so that
-a worker that starves or hangs costs no more. Its failure is silent here: `failures.py` keeps it for `info`.
+is read that another user may write. Whoever needs a kernel waits for its worker as long as that has half a CPU, which is
+looked up every `PATIENCE` seconds, so that a worker that starves or hangs costs no more. Its failure is silent here:
+`failures.py` keeps it for `info`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +30,9 @@ from typing import Any
 from jax_fastattn.compilation import cache, failures, settings
 from jax_fastattn.kernels.key import KernelSpec
 
-# How long a kernel that is needed waits for its worker before it is compiled in this process.
-PATIENCE = 0.5
+# A kernel that is needed waits so long for its worker before it is compiled in this process; as often again as the
+# worker had half a CPU meanwhile, and `MOST_PATIENCE` at most. Most kernels take 2 to 8 seconds.
+PATIENCE, MOST_PATIENCE = 0.5, 10.0
 
 # A worker takes up to this much memory. More workers than this are never needed at once.
 WORKER_BYTES = 400 << 20
@@ -83,6 +86,11 @@ class Worker:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         return ": ".join([ended, *[line for line in lines if line.strip()][-1:]])
+
+    def cpu_seconds(self) -> float:
+        """Returns how much CPU time the process has had; 0 where the system does not say."""
+        times = _text(f"/proc/{self._process.pid}/stat").rpartition(") ")[2].split()[11:13]
+        return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """Ends the process at once. Nothing half-written is left in the cache."""
@@ -155,7 +163,7 @@ def start(specs: Iterable[KernelSpec]) -> None:
 
 
 def take(key: str) -> bytes | None:
-    """Returns a kernel that is needed now, if a worker delivers it in `PATIENCE` seconds; else None.
+    """Returns a kernel that is needed now, if a worker delivers it while it has half a CPU; else None.
 
     A kernel that waits for a worker is not given to one any more.
     """
@@ -163,8 +171,17 @@ def take(key: str) -> bytes | None:
         _waiting.pop(key, None)
         job = _running.get(key)
     if job is not None:
-        job.ended.wait(PATIENCE)
+        _wait(job)
     return delivered(key)
+
+
+def _wait(job: _Job) -> None:
+    """Waits for a worker to end, while it gets on."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < MOST_PATIENCE:
+        before = job.worker.cpu_seconds()
+        if job.ended.wait(PATIENCE) or job.worker.cpu_seconds() - before < PATIENCE / 2:
+            return
 
 
 def delivered(key: str) -> bytes | None:

@@ -137,6 +137,35 @@ def test_a_worker_that_hangs_is_waited_for_half_a_second_and_ended(monkeypatch: 
     assert "Z" not in children()
 
 
+def test_a_worker_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it had half a CPU, and so delivers sooner than this process would."""
+    delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 4 * workers.PATIENCE)
+    monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
+    here = compiled(monkeypatch)
+    call._kernel(SPEC, lambda: [OTHER])
+    call._kernel(OTHER, tuple)
+    assert here == [SPEC]
+
+
+def test_no_worker_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_the_place(monkeypatch, "exec sleep 600")
+    monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
+    monkeypatch.setattr(workers, "MOST_PATIENCE", 2 * workers.PATIENCE)
+    here = compiled(monkeypatch)
+    call._kernel(SPEC, lambda: [OTHER])
+    call._kernel(OTHER, tuple)
+    assert here == [SPEC, OTHER]
+    wait_until(is_idle)
+
+
+def test_the_cpu_time_of_a_worker_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_the_place(monkeypatch, "while true; do :; done")
+    worker = workers.Worker()
+    wait_until(lambda: worker.cpu_seconds() > 0.05)
+    worker.kill()
+    worker.close()
+
+
 def test_a_kernel_that_its_worker_delivers_while_another_compiles_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads: one compiles for longer than the patience of the other."""
     delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 1)
