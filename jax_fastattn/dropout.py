@@ -29,10 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROUNDS = 6
-MULTIPLIER = 0xD256D193
-CONSTANT = 0x9E3779B9
-STEPS = 1 << 15
+from jax_fastattn.limits import DROPOUT_CONSTANT as CONSTANT
+from jax_fastattn.limits import DROPOUT_MULTIPLIER as MULTIPLIER
+from jax_fastattn.limits import DROPOUT_ROUNDS as ROUNDS
+from jax_fastattn.limits import DROPOUT_STEPS as STEPS
 
 # The operand `[b, n, SIZE]` has these numbers of each head: the two of its counter, how many of `STEPS` values of the
 # bits keep a weight, and the first rows of queries and keys in the whole arrays.

@@ -1,6 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that calls and kernels share. A change here compiles every kernel again."""
+"""Numbers that calls and kernels share. A change here compiles every kernel again."""
 
 # It is beyond any length. Offsets and sides of windows are clamped to it, so that no sum with a position leaves int32.
 UNBOUNDED = 1 << 29
+
+# The generator of dropout has these numbers, see `dropout.py`.
+DROPOUT_ROUNDS = 6
+DROPOUT_MULTIPLIER = 0xD256D193
+DROPOUT_CONSTANT = 0x9E3779B9
+DROPOUT_STEPS = 1 << 15

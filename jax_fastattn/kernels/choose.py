@@ -336,6 +336,7 @@ def _features(spec: AttentionSpec, op: str) -> tuple[Code, ...]:
     chosen = {
         codes.EXACT_SOFT_CAP if has_sinks else codes.SOFT_CAP: spec.logits_soft_cap is not None,
         codes.SINKS: has_sinks and op != "backward",
+        codes.DROPOUT: "dropout" in spec.present,
     }
     return tuple(code for code, is_present in chosen.items() if is_present)
 
@@ -350,8 +351,7 @@ def kernel_spec(
     dbias: bool = False,
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
-    spec = problem.spec
-    left, right = spec.bounds
+    spec, (left, right) = problem.spec, problem.spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
     products = products_of(problem.dtype, spec.precision)

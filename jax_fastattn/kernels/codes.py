@@ -41,8 +41,9 @@ class Code:
     is_placed: bool = True
 
 
-# The host chooses by these hooks: whether a logit changes, whether by a term alone, and whether scores are hidden.
-HOST_HOOKS = ("logit", "term", "sees")
+# The host chooses by these hooks: whether a logit changes, whether by a term alone, whether scores are hidden, and
+# whether weights are dropped.
+HOST_HOOKS = ("logit", "term", "sees", "keep")
 
 
 class Cost(NamedTuple):
@@ -70,6 +71,8 @@ SOFT_CAP, EXACT_SOFT_CAP = (
     for exact in (False, True)
 )
 SINKS = Code("sinks", f"{_FEATURES}.sinks:Sinks", operands=(("sinks", "float32"),), is_placed=False)
+# Which weights are kept depends on the place of a score. No logit changes.
+DROPOUT = Code("dropout", f"{_FEATURES}.dropout:Dropout", ("keep",), operands=(("dropout", "int32"),), registers=3)
 KEY_BIAS = Code("bias of keys", f"{_FEATURES}.bias.keys:KeyBias", ("logit", "term"), registers=2)
 # A bias of rows is added to logits that a function takes, else to the maximum of a row.
 ROW_BIAS = Code("bias of queries", f"{_FEATURES}.bias.rows:RowBias", ("logit",), registers=2)

@@ -186,6 +186,11 @@ class KernelSpec:
         )
 
     @property
+    def drops(self) -> bool:
+        """Whether weights are drawn that have no part in the output."""
+        return any("keep" in code.hooks for code in self.features)
+
+    @property
     def folds_lse(self) -> bool:
         """Whether a logit is a factor times the product q . k, plus terms, so that the product may have its lse."""
         return all("term" in code.hooks for code in self.features if "logit" in code.hooks)

@@ -10,6 +10,8 @@ dS is the gradient of scale q . k; the factor `scale` is applied to dq and dk wh
 key has lse2 = +inf and delta = 0, so that its P and dS vanish without a predicate if its scores are numbers.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,6 +37,9 @@ from jax_fastattn.kernels.tiles.plan import Limits, LiveRange
 # This number stands for a scale of 0: small enough to make every finite product vanish, yet -inf times it is -inf.
 _TINY_SCALE = 2.0**-120
 
+
+# It maps the index of a pair of neighbors in an accumulator to their masks, see `Feature.keep`.
+Keep = Callable[[int], Int32]
 
 EdgeRows = Sequence[Visibility] | Sequence[BitRow] | Sequence[LiveRow] | Sequence[LiveColumns]
 
@@ -254,6 +259,25 @@ class Score:
         for rule in self.rules:
             for i in range(_size(acc)):
                 acc[i] = ptx.where(rule.sees(tile.at(i)), acc[i], hidden)
+
+    # Dropout.
+
+    @property
+    def drops(self) -> bool:
+        """Whether some feature has the hook `keep`."""
+        return bool(_with(self.features, "keep"))
+
+    def keep(self, tile: ScoreTile) -> Keep | None:
+        """Returns which weights of a tile have a part in the output, drawn where it is called; None for all."""
+        kept = [feature.read(tile) for feature in _with(self.features, "keep")]
+        if not kept:
+            return None
+        return lambda pair: functools.reduce(operator.and_, [feature.keep(tile.at(2 * pair)) for feature in kept])
+
+    def survival(self) -> Float32 | None:
+        """Returns the factor on the weights of a query head that are kept; None for 1."""
+        factors = [feature.survival() for feature in _with(self.features, "keep")]
+        return functools.reduce(operator.mul, factors) if factors else None
 
     def finish(self, head: Head) -> "Score":
         """Returns the composition with what `finish_row` needs."""

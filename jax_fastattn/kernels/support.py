@@ -66,6 +66,9 @@ _REMEDIES: dict[Kind, str] = {
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
 
+# A word of dropout is drawn for rows of a block of this many, see `dropout.py`.
+WORD_ROWS = 16
+
 # Lists have numbers for all tiles up to this length; tiles have at least 32 rows.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
 
@@ -109,14 +112,35 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),
         (problem.spec.score_mod is None, "program", "no kernel evaluates `score_mod` yet"),
-        ("dropout" not in problem.spec.present, "dropout", "no kernel drops attention weights yet"),
     ]
+    if "dropout" in problem.spec.present:
+        checks += _dropout_checks(problem, arch)
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(problem)]
     if problem.spec.mask_mod is not None and arch and not found and not mask_mod_bits_fit(problem, arch):
         text = f"the bits of `mask_mod` would take more than {MAX_BITS_NBYTES >> 20} MiB in a pass"
         found.append(Reason("mask_mod", text, _FEWER_BITS))
     return found
+
+
+def _dropout_checks(problem: Problem, arch: str | None) -> list[tuple[bool, Kind, str]]:
+    """Returns what dropout needs, as a row of checks each."""
+    lengths = problem.query_length, problem.key_length
+    known = problem.spec.is_part and all(is_known(size) for size in lengths)
+    return [
+        (arch != "sm_90a" or problem.dtype == "float32", "dropout", "Hopper's kernels drop no attention weights yet"),
+        (
+            not known or not any(size % WORD_ROWS for size in lengths),
+            "dropout",
+            f"a block of a ring has {lengths[0]} queries and {lengths[1]} keys; with dropout the kernels take "
+            f"multiples of {WORD_ROWS}",
+        ),
+        (
+            problem.spec.score_mod is None,
+            "dropout",
+            "the signs of weights say what is dropped, and those of a `score_mod` may be negative",
+        ),
+    ]
 
 
 _FEWER_BITS = (

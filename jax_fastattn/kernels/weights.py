@@ -6,16 +6,18 @@ A kernel makes one of these objects where a tile begins. So what rounds P knows 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cutlass import Float32, cute
 
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.kept import keep_pair
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import Factor, FactorWords, LeftFactor, Pair, WarpgroupWords, Words
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
-from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.score import Keep, Score
 from jax_fastattn.kernels.tiles.plan import Limits
 
 
@@ -49,13 +51,13 @@ class Weights:
         """Turns products into P, and returns the sums of rows, see `Score.exponentials`."""
         return self.score.exponentials(self.acc, self.tile, maxima)
 
-    def pair(self, words: Words, i: int) -> Pair:
-        """Returns what a pair of P becomes."""
-        return words.pair(self.acc[2 * i], self.acc[2 * i + 1])
+    def pairs(self, words: Words, keep: Keep | None = None) -> list[Pair]:
+        """Returns what all pairs of P become, if they are a list; zeros where `keep` drops them."""
+        return [self._pair(words, i, keep) for i in range(len(self.acc) // 2)]
 
-    def pairs(self, words: Words) -> list[Pair]:
-        """Returns what all pairs of P become, if they are a list."""
-        return [self.pair(words, i) for i in range(len(self.acc) // 2)]
+    def keep(self) -> Keep | None:
+        """Returns which weights have a part in the output, see `Score.keep`."""
+        return self.score.keep(self.tile)
 
     def weighed_pairs(
         self, words: Words, weigh: Callable[[int, Element], tuple[Float32, Float32]]
@@ -73,11 +75,28 @@ class Weights:
                 found.append(words.pair(*numbers))
         return probabilities, weights
 
+    def anew(self) -> "Weights":
+        """Returns the weights, whose draws the compiler does not know to be the same: it would keep all of them."""
+        return replace(self, tile=replace(self.tile, row=ptx.move(self.tile.row))) if self.score.drops else self
+
     def fragment(self, words: FactorWords, m: int, k: int) -> Factor:
-        """Returns P of 16 rows and 16 columns as left factor of a warp's product, see `FactorWords.fragment`."""
-        return words.fragment(lambda i: self.pair(words, i), self.tile.n_blocks, m, k)
+        """Returns what is kept of P of 16 rows and 16 columns, as left factor of a warp's product.
+
+        See `FactorWords.fragment`.
+        """
+        keep = self.keep()
+        return words.fragment(lambda i: self._pair(words, i, keep), self.tile.n_blocks, m, k)
+
+    def _pair(self, words: Words, i: int, keep: Keep | None) -> Pair:
+        pair = words.pair(self.acc[2 * i], self.acc[2 * i + 1])
+        return pair if keep is None else keep_pair(pair, keep(i))
 
     def round(self, words: WarpgroupWords, into: LeftFactor, *, floor: bool = False) -> None:
-        """Makes P the left factor of a warpgroup's product. With a `floor` negative numbers become 0."""
+        """Makes what is kept of P the left factor of a warpgroup's product.
+
+        With a `floor` negative numbers become 0.
+        """
+        keep = self.keep()
         for i in range(cute.size(self.acc) // 2):
-            into.put(i, words.pair(self.acc[2 * i], self.acc[2 * i + 1], floor=floor))
+            pair = words.pair(self.acc[2 * i], self.acc[2 * i + 1], floor=floor)
+            into.put(i, pair if keep is None else keep_pair(pair, keep(i)))

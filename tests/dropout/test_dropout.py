@@ -319,7 +319,8 @@ def test_explain_names_the_reason() -> None:
     shapes = [jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)] * 3
     found = explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch="sm_90a")
     assert found.implementation == "xla"
-    assert found.reasons == ("no kernel drops attention weights yet",)
+    assert found.reasons == ("Hopper's kernels drop no attention weights yet",)
+    assert explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch="sm_80").implementation == "cuda"
     assert explain(*shapes, dropout_rate=0.0, dropout_key=KEY, arch="sm_90a").reasons == ()
 
 

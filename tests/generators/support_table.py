@@ -88,6 +88,7 @@ def problems() -> dict[str, Problem]:
     def with_spec(problem: Problem, **change: Any) -> Problem:
         return dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, **change))
 
+    dropped = with_spec(base, present=(*base.spec.present, "dropout"))
     found = {name: dataclasses.replace(_BASE, **change).problem() for name, change in FEATURES.items()}
     return found | {
         "`paged_attention` (forward)": dataclasses.replace(found["`key_value_seq_lengths`"], page=16, pages=99),
@@ -95,7 +96,11 @@ def problems() -> dict[str, Problem]:
         "`mask_mod`, a function with code": with_spec(base, mask_mod=_CODE),
         "`mask_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], mask_mod=_CODE),
         "`score_mod`": with_spec(base, score_mod=_CODE),
-        "`dropout_rate`": with_spec(base, present=(*base.spec.present, "dropout")),
+        "`dropout_rate`": dropped,
+        "a block of 40 rows of `dropout_rate` in a ring": with_spec(
+            dataclasses.replace(dropped, query_length=40, key_length=40), is_part=True
+        ),
+        "both of `dropout_rate` and `score_mod`": with_spec(dropped, score_mod=_CODE),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
         '32 bits at the precision "highest"': dataclasses.replace(
             found["float32"], spec=dataclasses.replace(base.spec, precision="highest")

@@ -214,6 +214,13 @@ class PackedSpan:
         return self.first_slot * per_slot + index
 
 
+def first_rows(queries: Span, keys: Span) -> tuple[Int32, Int32] | None:
+    """Returns the first rows of queries and of keys of a packed sequence; None for a batch entry."""
+    if isinstance(queries, PackedSpan) and isinstance(keys, PackedSpan):
+        return queries.first, keys.first
+    return None
+
+
 def load_record(records: cute.Pointer, slot: Int32) -> Record:
     """Loads the record of a slot, which may be another one in each lane."""
     address = records.toint() + Int64(slot) * (4 * WORDS)
@@ -233,6 +240,11 @@ class Sequence:
     queries: Span
     keys: Span
     bounds: Callable[[], Bounds]
+
+    @property
+    def starts(self) -> tuple[Int32, Int32] | None:
+        """The first rows of a packed sequence, see `first_rows`."""
+        return first_rows(self.queries, self.keys)
 
     @classmethod
     def of_entry(cls, spec: KernelSpec, batch: Int32, buffers: Buffers, scalars: Scalars | Sizes) -> "Sequence":

@@ -110,6 +110,17 @@ class Feature:
         """Returns what `logit` adds to a logit in base 2, less a number, if it adds something and does nothing else."""
         raise NotImplementedError
 
+    def keep(self, at: Element) -> Int32:
+        """Returns which of two neighbors in a row, of which `at` is the first, have a part in the output.
+
+        They are 16 ones or zeros for each, the first one in the lower half. Denominators have all weights.
+        """
+        raise NotImplementedError
+
+    def survival(self) -> Float32:
+        """Returns the factor on weights that `keep` keeps; backward passes ask for it once for each query head."""
+        raise NotImplementedError
+
     def sees(self, at: Element) -> Boolean:
         """Returns whether a score counts. A feature with this hook has no full tiles: each is an edge."""
         raise NotImplementedError

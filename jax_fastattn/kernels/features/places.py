@@ -14,10 +14,17 @@ from jax_fastattn.kernels.device import ptx
 
 
 class Head(NamedTuple):
-    """The query head whose scores a warp works on until the next head."""
+    """The query head whose scores a warp works on until the next head.
+
+    Attributes:
+        batch: its batch entry.
+        head: its index.
+        starts: the first rows of queries and of keys of its packed sequence; None if rows are those of a batch entry.
+    """
 
     batch: Int32
     head: Int32
+    starts: tuple[Int32, Int32] | None = None
 
 
 @dataclass(frozen=True)

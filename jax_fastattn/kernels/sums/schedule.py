@@ -105,7 +105,7 @@ class MatrixTile(NamedTuple):
     @staticmethod
     def names(item: DbiasItem) -> list[Int32]:
         """Returns the words that tell an item from the others."""
-        return [*item.head]
+        return [item.head.batch, item.head.head]
 
     def named(self, names: Iterable[Int32]) -> DbiasItem:
         """Returns the item that has these words."""
@@ -257,7 +257,7 @@ class ItemList:
     @classmethod
     def of(cls, spec: KernelSpec, item: DbiasItem, buffers: Buffers, sizes: Scalars | Sizes) -> "ItemList":
         """Returns the list of an item."""
-        planes, (batch, head) = Planes.of(sizes), item.head
+        planes, (batch, head, _) = Planes.of(sizes), item.head
         plane = planes.bits(batch, head, head // spec.group)
         row = planes.row(plane, item.row, copies.count(sizes.query_length, ROWS))
         return cls(key_list_tiles(spec), item, buffers, sizes, plane if spec.compared else row, row)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.layouts.packed import PADDING_ID, padding_rows, token_ids
+from jax_fastattn.ops.cuda.dropout import greatest_factors
 from jax_fastattn.spec import Operands
 
 # Bounds of gradients become at most 2^15, half of what float16 holds.
@@ -52,6 +53,9 @@ def gradient_units(
     live = live if padding is None else live & ~padding[:, :, None]
     cotangents = _norms(dout, live)
     rows = jnp.repeat(values, group, axis=-1)[:, None]
+    factors = greatest_factors(operands)
+    if factors is not None:  # dropout multiplies what it keeps
+        rows = rows * jnp.repeat(factors, group if factors.shape[1] > 1 else 1, axis=-1)[:, None]
     changes = cotangents * (rows + (_norms(out, live) if is_part else rows))
     if dlse is not None:
         changes = changes + _finite(jnp.abs(dlse), live)

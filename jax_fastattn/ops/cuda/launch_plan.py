@@ -16,6 +16,7 @@ from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda.bias import bias_operands
+from jax_fastattn.ops.cuda.dropout import dropout_numbers
 from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_blocks
 from jax_fastattn.ops.cuda.prepass import REPLACED, TileLists, kept_lists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
@@ -63,6 +64,8 @@ class LaunchPlan:
         arrays: dict[str, jax.Array | None] = operands._asdict() | residuals
         if kernel.products == "bf16x3":
             arrays |= {name: side_by_side(x) for name in SPLIT if (x := arrays.get(name)) is not None}
+        if operands.dropout is not None:
+            arrays["dropout"] = dropout_numbers(operands)
         if operands.is_packed:
             rows = {name: arrays[name] for name in (*QKV, *residuals)}
             arrays |= {name: x if x is None else _joined(x) for name, x in rows.items()}

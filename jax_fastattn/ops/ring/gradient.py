@@ -173,7 +173,8 @@ class _Backward:
         rows = [block.queries.take(x) for x in self.rows]
         ring = self.call.spec.ring
         # Sinks are no operand of a block, so a block of all keys has a part of each row then, too.
-        is_whole = ring is not None and ring.whole_keys and self.call.operands.sinks is None
+        # Kernels with dropout ask whether a block may begin anywhere.
+        is_whole = ring is not None and ring.whole_keys and not {"sinks", "dropout"} & {*self.call.operands.present()}
         spec = dataclasses.replace(spec, is_part=not is_whole)
         found = gradient_op.share.bind(
             *operands.arrays(), *rows, spec=spec, with_dlse=len(rows) > 3, wanted=self.wanted

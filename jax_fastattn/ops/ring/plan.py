@@ -140,6 +140,7 @@ class _Planner:
     packed: bool
     has_pairs: bool
     has_query_lengths: bool
+    has_dropout: bool
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> _Planner:
@@ -154,6 +155,7 @@ class _Planner:
             packed="sequences" in present,
             has_pairs=bool({"bias", "mask", "dropout"} & set(present)),
             has_query_lengths="query_seq_lengths" in present,
+            has_dropout="dropout" in present,
         )
 
     def step(self, shift: int) -> Step:
@@ -173,6 +175,8 @@ class _Planner:
         queries, keys = (0, self.rows), (0, self.keys)
         if shift and self.prunable and not self.packed and is_placed(self.bounds):
             queries, keys = self._ranges(offsets)
+            if self.has_dropout:
+                queries, keys = (_whole_words(*x) for x in ((queries, self.rows), (keys, self.keys)))
         whole = View(0, keys[1] - keys[0])
         return [Block(View(*queries), whole, (0,), (0,), self.bounds, is_diagonal=shift == 0)], keys
 
@@ -233,3 +237,12 @@ class _Planner:
         nearest, farthest = 1 - rows - offset, keys - 1 - offset
         is_seen = (left is None or farthest >= -left) and (right is None or nearest <= right)
         return offset if is_seen else None
+
+
+def _whole_words(rows: tuple[int, int], size: int) -> tuple[int, int]:
+    """Returns a range of a device's rows, extended to begin and end where words of dropout do.
+
+    If the rows of a device are no whole number of words, it is all of them: kernels refuse such a block.
+    """
+    begin, end = rows
+    return (0, size) if size % 16 else (begin // 16 * 16, -(-end // 16) * 16)

@@ -414,6 +414,19 @@ class Cta:
         kind = _TYPES[parts[-1]]
         self.put(operands[0], self.get(operands[1], kind) >> self.get(operands[2], np.uint32).astype(kind), active)
 
+    def do_prmt(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
+        if parts != ["b32"]:
+            raise NotImplementedError(f"prmt.{parts}")
+        x, y = (self.get(operand, np.uint32).astype(np.uint64) for operand in operands[1:3])
+        both, selector = y << np.uint64(32) | x, self.get(operands[3], np.uint32).astype(np.uint64)
+        found = np.zeros_like(both)
+        for i in range(4):
+            chosen = selector >> np.uint64(4 * i) & np.uint64(15)
+            byte = both >> np.uint64(8) * (chosen & np.uint64(7)) & np.uint64(255)
+            sign = np.where(byte > np.uint64(127), np.uint64(255), np.uint64(0))
+            found |= np.where(chosen > np.uint64(7), sign, byte) << np.uint64(8 * i)
+        self.put(operands[0], found.astype(np.uint32), active)
+
     def do_shf(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         if parts != ["l", "wrap", "b32"]:
             raise NotImplementedError(f"shf.{parts}")

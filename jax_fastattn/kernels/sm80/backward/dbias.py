@@ -18,6 +18,7 @@ Nothing that is hidden is zeroed: any value there reaches its own pairs only, wh
 the statistics that `preprocess.py` writes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass
@@ -27,6 +28,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, mma, ptx
+from jax_fastattn.kernels.device.kept import number_masks
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK, CopyShape, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.products import product_words
@@ -34,7 +36,7 @@ from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bias.copied import CopiedBias
 from jax_fastattn.kernels.features.bias.planes import Planes
-from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm80.backward import gradient
@@ -239,7 +241,7 @@ class DbiasCta:
         place = self.tile.named(item.names)
         scores, (lse2, deltas) = self.sum.scores(place, _read_lane()), self._statistics(place)
         weights, change = mma.zeros(*_BLOCKS), mma.zeros(*_BLOCKS)
-        if self.sum.centered:
+        if self.sum.centered and not self.score.drops:
             change = [-deltas[scores.at(i).i] for i in range(self.sum.count)]
         for which in range(len(self._chunks)):
             of_query = which < len(self.memory.query_chunks)
@@ -252,13 +254,29 @@ class DbiasCta:
             return self.sum.edge(self.score, place, _read_lane(), hidden)
 
         def add(edge: Edge | None) -> None:
-            self.sum.add(ItemPart(scores, lambda i: weights[i], lambda i, at: change[i], edge))
+            self.sum.add(ItemPart(scores, lambda i: weights[i], self._changes(place, scores, change, deltas), edge))
 
         cutlass.if_generate(item.kind == FULL, lambda: add(None), lambda: add(edge()))
 
+    def _changes(
+        self, place: DbiasItem, scores: ScoreTile, change: mma.Accumulator, deltas: list[Float32]
+    ) -> Callable[[int, Element], Float32]:
+        """Returns what an element adds for a weight, see `ItemPart.change`; dropout is drawn where this is called."""
+        if not self.score.drops:
+            return lambda i, at: change[i]
+        score = self.score.start(place.head)
+        keep, survival = score.keep(scores), score.survival()
+        assert keep is not None
+
+        def dropped(i: int, at: Element) -> Float32:
+            delta = deltas[at.i] if self.sum.centered else Float32(0.0)
+            return gradient.change(change[i], delta, number_masks(keep(i // 2))[i % 2], survival)
+
+        return dropped
+
     def _statistics(self, place: DbiasItem) -> tuple[list[Float32], list[Float32]]:
         """Returns the log-sum-exps in base 2 and delta of the lane's rows; rows past the end get the last query's."""
-        scalars, (batch, head) = self.scalars, place.head
+        scalars, (batch, head, _) = self.scalars, place.head
         queries = Sequence.of_entry(self.spec, batch, self.buffers, scalars).queries
         source = self.buffers.stats.toint() + queries.head_row(scalars.num_heads, head) * 8
         first = place.row * ROWS + _read_lane().row

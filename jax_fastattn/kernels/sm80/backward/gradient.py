@@ -5,6 +5,7 @@
 from cutlass import Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.kept import keep_number
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane
 from jax_fastattn.kernels.device.products import Words
 from jax_fastattn.kernels.key import KernelSpec
@@ -24,6 +25,20 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
 def row_stride(heads: Int32, columns: int) -> Int64:
     """Returns the bytes from one row to the next of an operand [rows, heads, columns] of 16-bit columns."""
     return Int64(heads) * (2 * columns)
+
+
+def change(dprobability: Float32, delta: Float32, mask: Int32 | None, survival: Float32 | None) -> Float32:
+    """Returns what P is multiplied by in dS: dP - delta, or f dP - delta with the factor on what dropout keeps.
+
+    Args:
+        dprobability: dP of a score, as if its weight was kept.
+        delta: the delta of its row.
+        mask: whether it is kept, see `device/kept.py`; None if all weights are.
+        survival: the factor f; None if all weights are kept.
+    """
+    if mask is None or survival is None:
+        return dprobability - delta
+    return ptx.fma(keep_number(dprobability, mask), survival, -delta)
 
 
 def finish_rows(

@@ -32,11 +32,13 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.kept import keep_pair, mark, unmark
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import Pair, pairs
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
@@ -100,7 +102,7 @@ class QueryLoop:
     def run_head(self, step: Int32, member: Int32):
         """Visits the query tiles of one head; returns the tiles visited so far."""
         head = self.role.warp.head(member)
-        self.role.warp.begin_head()
+        self.role.warp.begin_head(head.score)
         for phase in self.role.phases():
             for index in cutlass.range(phase.begin, phase.end, unroll=1):
                 self.role.visit(step, head, index, masked=phase.masked)
@@ -175,10 +177,19 @@ class ProbabilityRole:
             self.warp.mask(score, scores, tile, bits)
         packed = Weights(score, tile, scores).pairs(products.words)
         if weights is None:
-            return packed, packed if products.crosses_as_factor else pairs(products.crossing, scores)
-        if masked:
-            self.warp.mask(score, weights, tile, bits)
-        return packed, pairs(products.crossing, weights)
+            crossing = packed if products.crosses_as_factor else pairs(products.crossing, scores)
+        else:
+            if masked:
+                self.warp.mask(score, weights, tile, bits)
+            crossing = pairs(products.crossing, weights)
+        keep = score.keep(tile)
+        if keep is None:
+            return packed, crossing
+        masks = [keep(i) for i in range(len(packed))]
+        return (
+            [keep_pair(*x) for x in zip(packed, masks, strict=True)],
+            [mark(*x) for x in zip(crossing, masks, strict=True)],
+        )
 
     def _weigh(self, score: Score, scores: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
         """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
@@ -233,7 +244,7 @@ class GradientRole:
             arrive(RoleBarrier.READY, config.threads)
         dscore = products.scores(state, DOUT, stage)
         wait(RoleBarrier.PAIR, 64, state.at.role_warp)
-        packed = self._gradients(dscore, stage)
+        packed = self._gradients(dscore, stage, head.score.survival())
         if config.dq_roles == 2 or not config.lagged:
             arrive(RoleBarrier.DONE, config.threads)
         if config.lagged:
@@ -249,8 +260,11 @@ class GradientRole:
             warp.load_next(1, stage, head.member, index)
         warp.add_dq(head.member, index)
 
-    def _gradients(self, dscore: mma.Accumulator, stage: Any) -> list[Pair]:
-        """Returns pairs of dS^T, and stores them in place of P, which the first role has left there."""
+    def _gradients(self, dscore: mma.Accumulator, stage: Any, survival: Float32 | None) -> list[Pair]:
+        """Returns pairs of dS^T, and stores them in place of P, which the first role has left there.
+
+        `survival` is the factor on what dropout keeps. Signs of P then say what it drops.
+        """
         products, n_blocks = self.warp.products, self.warp.products.score_blocks[1]
         _, lane_column = accumulator_lane(self.warp.state.at.lane)
         stats = products.statistics(self.warp.state, stage, 1) + (self.warp.first_query() + lane_column) * 8
@@ -262,8 +276,11 @@ class GradientRole:
             n = i // 2 % n_blocks
             if n not in statistics:
                 statistics[n] = ptx.load_shared_pairs(stats + 64 * n)
-            p = products.crossing.numbers(products.crossing.load(address + offset, products.apart))
-            ds = [p[e] * (dscore[2 * i + e] - statistics[n][1 + 2 * e]) for e in range(2)]
+            crossed, masks = products.crossing.load(address + offset, products.apart), (None, None)
+            if survival is not None:
+                crossed, masks = unmark(crossed)
+            p, deltas = products.crossing.numbers(crossed), statistics[n][1::2]
+            ds = [p[e] * gradient.change(dscore[2 * i + e], deltas[e], masks[e], survival) for e in range(2)]
             self.warp.add_to_sums(i, ds)
             packed[i] = products.words.pair(*ds)
             products.words.store(address + offset, packed[i], products.apart)

@@ -10,10 +10,12 @@ import cutlass
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
+from jax_fastattn.kernels.device.kept import keep_number, number_masks
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import pairs
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
+from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
@@ -101,11 +103,12 @@ class SingleRole:
     def _differentiated(
         self, score: Score, stage: Any, first: Int32, bits: Bits | None, *, masked: bool
     ) -> tuple[Weights, mma.Accumulator]:
-        """Returns P^T and dS^T of the part from query `first` on."""
+        """Returns what is kept of P^T, and dS^T, of the part from query `first` on."""
         products, state, tile = self.warp.products, self.warp.state, self.warp.score_tile(first)
         scores, dscores = (products.scores(state, which, stage) for which in (QUERY, DOUT))
         m_blocks, n_blocks = products.score_blocks
-        reading = score.read(tile)
+        reading, keep, survival = score.read(tile), score.keep(tile), score.survival()
+        masks: list[Int32] | None = None
         stats = products.statistics(state, stage, 0) + accumulator_lane(state.at.lane)[1] * 8
         for n in range(n_blocks):
             rows = ptx.load_shared_pairs(stats + 64 * n)
@@ -113,7 +116,12 @@ class SingleRole:
                 for e in range(4):
                     i = (m * n_blocks + n) * 4 + e
                     lse2, delta = rows[:2] if e % 2 == 0 else rows[2:]
-                    scores[i], dscores[i] = reading.differentiate(scores[i], lse2, dscores[i] - delta, tile.at(i))
+                    if keep is not None and e % 2 == 0:
+                        masks = number_masks(keep(i // 2))
+                    change = gradient.change(dscores[i], delta, masks and masks[e % 2], survival)
+                    scores[i], dscores[i] = reading.differentiate(scores[i], lse2, change, tile.at(i))
+                    if masks is not None:
+                        scores[i] = keep_number(scores[i], masks[e % 2])
         if masked:
             self.warp.mask(score, scores, tile, bits)
             self.warp.mask(score, dscores, tile, bits)

@@ -52,6 +52,7 @@ class Warp:
         grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
         due: what `reduce` keeps from tile to tile.
         sums: gradients that are sums of dS over the queries of a head, if the role has dS.
+        survival: the factor that dropout leaves to the sum of dV, the factor of the last head; None without.
     """
 
     products: Products
@@ -60,6 +61,7 @@ class Warp:
     grads: dict[str, cute.Tensor]
     due: cute.Tensor | None
     sums: tuple[HeadSums, ...]
+    survival: cute.Tensor | None
 
     @classmethod
     def start(cls, products: Products, reduce: DqReduce, state: DkdvDqState, *computed: str) -> "Warp":
@@ -67,7 +69,11 @@ class Warp:
         grads = {which: products.zeros(which) for which in computed}
         # Only the role that computes dK has dS.
         sums = head_sums(products.spec, *products.score_blocks) if QUERY in computed else ()
-        return cls(products, reduce, state, grads, reduce.start(), sums)
+        survival = None
+        if DOUT in computed and state.score.drops:
+            survival = cute.make_rmem_tensor((1,), Float32)
+            survival.fill(1.0)
+        return cls(products, reduce, state, grads, reduce.start(), sums, survival)
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients to shared memory, when no warp of the CTA reads K and V anymore."""
@@ -84,12 +90,29 @@ class Warp:
                 factor = units.over_p if which == DOUT else over_ds(units, scale)
             else:
                 factor = Float32(back) if which == DOUT else scale * back
+            if which == DOUT and self.survival is not None:
+                factor = factor * self.survival[0]
             self.products.finish(self.state, acc, which, factor)
 
-    def begin_head(self) -> None:
+    def begin_head(self, score: Score) -> None:
         """Begins the sums of a query head."""
         for kind in self.sums:
             kind.clear()
+        factor = score.survival()
+        if self.survival is not None and factor is not None:
+            self._change_survival(self.survival, factor)
+
+    def _change_survival(self, survival: cute.Tensor, factor: Float32) -> None:
+        """Takes the factor of a head to dV, whose sum has the factor of the head before: `jax.vmap` may map rates."""
+        change, dv = survival[0] / factor, self.grads[DOUT]
+
+        def rescale() -> None:
+            for i in range(cute.size(dv)):
+                dv[i] = dv[i] * change
+
+        if self.products.spec.group > 1:
+            cutlass.if_generate(change != Float32(1.0), rescale)
+        survival[0] = factor
 
     def end_head(self, member: Int32) -> None:
         """Stores the sums of a query head of the group."""
@@ -212,7 +235,7 @@ class Warp:
     def head(self, member: Int32) -> "QueryHead":
         """Returns a query head of the group."""
         at, group = self.state.at, self.products.spec.group
-        head = Head(at.sequence.queries.batch, at.kv_head * group + member)
+        head = Head(at.sequence.queries.batch, at.kv_head * group + member, at.sequence.starts)
         bits = None if self.state.bits is None else self.state.bits.of(member)
         return QueryHead(member, self.state.score.start(head), bits)
 

@@ -52,7 +52,7 @@ class ForwardPlace:
     @property
     def score_head(self) -> Head:
         """Which scores its rows have."""
-        return Head(self.sequence.queries.batch, self.head)
+        return Head(self.sequence.queries.batch, self.head, self.sequence.starts)
 
     def warp_bias(self, spec: KernelSpec, table: SharedTable, buffers: Buffers, scalars: Scalars) -> WarpBias | None:
         """Returns a matrix that warps copy for themselves; None if there is none, or no room."""

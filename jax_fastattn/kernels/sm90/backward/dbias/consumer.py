@@ -213,7 +213,7 @@ class DbiasConsumer:
 
     def _units(self, place: DbiasItem) -> Units | None:
         """Loads the units of an item, which statistics have, and this kernel takes off: it rounds no dS."""
-        group, (batch, head) = self.spec.group, place.head
+        group, (batch, head, _) = self.spec.group, place.head
         queries = Sequence.of_entry(self.spec, batch, self.buffers, self.sizes).queries
         return load_units(self.buffers, queries, self.sizes.num_heads // group, head // group)
 
