@@ -4,8 +4,8 @@
 
 Threads cannot: the compiler holds Python's lock, and keeps state in the process. A worker is a fresh Python, neither a
 fork of this process nor one that runs the user's script again. It delivers through the disk cache, from which nothing
-is read that another user may write. Whoever needs a kernel waits for its worker as long as that has half a CPU, which is
-looked up every `PATIENCE` seconds, so that a worker that starves or hangs costs no more. Its failure is silent here:
+is read that another user may write. Whoever needs a kernel waits for its worker as long as that has half a CPU. A look
+at every `PATIENCE` seconds tells, so that a worker that starves or hangs costs no more. Its failure is silent here:
 `failures.py` keeps it for `info`.
 """
 
