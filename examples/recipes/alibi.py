@@ -18,9 +18,8 @@ def alibi(slopes):
 
 
 def loss(slopes, qkv, attend):
-    out = attend(
-        *qkv, alibi(slopes)[None], is_causal=True
-    )  # all batch entries share it
+    bias = alibi(slopes)[None]  # all batch entries share it
+    out = attend(*qkv, bias, is_causal=True)
     return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
 
 

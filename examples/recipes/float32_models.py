@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jax_fastattn import attention
-from jax_fastattn.integrations import jax_nn
+from jax_fastattn.integrations import keras as fused
 from jax_fastattn.integrations.flax import attention_fn
 
 x = jax.random.normal(jax.random.key(0), (2, 48, 64))
@@ -29,7 +29,7 @@ assert flax_layer.query.kernel[...].dtype == jnp.float32
 
 # Keras: the policy of the model or of a layer; the variables are float32.
 keras_layer = keras.layers.MultiHeadAttention(4, 16, dtype="mixed_bfloat16")
-with jax_nn.installed():
+with fused.installed():
     keras_out = keras_layer(x, x)
 assert keras_layer.variables[0].dtype == "float32"
 

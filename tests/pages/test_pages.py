@@ -90,3 +90,38 @@ def test_the_reference_has_every_public_name() -> None:
     page = (DOCS / "api.md").read_text()
     shown = re.findall(r"^::: jax_fastattn\.(\w+)$", page, re.MULTILINE)
     assert sorted(shown) == sorted(jax_fastattn.__all__)
+
+
+def linked(page: Path) -> set[Path]:
+    """Returns the pages to which a page links."""
+    targets = re.findall(r"\]\(([\w./]+\.md)[#)]", page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("recipes/bert_flax.md", "BERT padding Flax"),
+        ("recipes/dropout.md", "dropout"),
+        ("recipes/float32_models.md", "float32 Keras"),
+        ("recipes/alibi.md", "ALiBi learned"),
+        ("recipes/t5_bias.md", "T5 relative position bias"),
+        ("recipes/maxtext.md", "MaxText packed"),
+        ("recipes/gpt_oss.md", "gpt-oss sinks"),
+        ("kv_cache.md", "paged KV cache"),
+        ("recipes/tensor_parallel.md", "eight devices GPUs"),
+        ("recipes/score_function.md", "own score function score_mod FlexAttention"),
+        ("recipes/cross_attention.md", "cross attention"),
+        ("migration.md", "flash-attn"),
+        ("forward_mode.md", "MeanFlow jvp"),
+        ("recipes/export.md", "export"),
+        ("profiling.md", "which kernel ran profiling Nsight"),
+        ("long_sequences.md", "ring attention sequence context parallelism"),
+    ],
+)
+def test_a_task_is_found(page: str, words: str) -> None:
+    """The page is at most two links from the home page, and its beginning has the words that one searches for."""
+    first = linked(DOCS / "index.md")
+    assert (DOCS / page) in first.union(*map(linked, first))
+    beginning = (DOCS / page).read_text()[:700].lower()
+    assert [word for word in words.lower().split() if word not in beginning] == []

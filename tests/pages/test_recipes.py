@@ -32,7 +32,7 @@ NEEDS = {
     "keras_model": ["keras"],
 }
 # These make calls that no kernel runs: the kinds of the reasons.
-ON_XLA = {"dropout": {"dropout"}, "equinox_dropout": {"dropout"}}
+ON_XLA = {"dropout": {"dropout"}, "equinox_dropout": {"dropout"}, "score_function": {"program"}}
 
 
 def _run(path: Path) -> None:
@@ -57,7 +57,7 @@ def test_recipe(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert reasons == ON_XLA.get(name, set())
 
 
-@pytest.mark.parametrize("name", ["alibi", "gemma2", "gpt_oss", "kv_cache", "maxtext"])
+@pytest.mark.parametrize("name", ["alibi", "gemma2", "gpt_oss", "kv_cache", "maxtext", "score_function"])
 def test_a_recipe_notices_wrong_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its comparisons would mean nothing: this attention shows each query one key too many."""
     right = jax_fastattn.attention
