@@ -26,7 +26,6 @@ import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,15 +74,7 @@ def sources_digest() -> str:
     """
     package = Path(__file__).parents[1]
     others = [package / "compilation" / "compiler.py", package / "programs" / "code.py", package / "limits.py"]
-    return files_digest(package, sorted((package / "kernels").rglob("*.py")) + others)
-
-
-def files_digest(root: Path, paths: Iterable[Path]) -> str:
-    """Returns a digest of files and of their paths relative to `root`."""
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return files.digest(package, sorted((package / "kernels").rglob("*.py")) + others)
 
 
 @dataclass(frozen=True)
@@ -172,7 +163,7 @@ def state() -> State:
     except files.UntrustedError as error:
         return State(target, exists=True, problem=f"it will not be used, since {error}", remedy=_UNTRUSTED_REMEDY)
     except PermissionError:
-        closed, remedy = _closed(target, ""), _unreadable_remedy(target, "")
+        closed, remedy = files.closed(target, ""), _unreadable_remedy(target, "")
         return State(target, exists=True, problem=f"cannot read {closed} (Permission denied)", remedy=remedy)
     except OSError as error:
         return State(target, problem=f"cannot open it ({error.strerror or error})", remedy=_OWN_DIRECTORY)
@@ -282,7 +273,7 @@ def _warn_unreadable(target: Path, key: str) -> None:
     if target in _unreadable:
         return
     _unreadable.add(target)
-    closed = _closed(target, key)
+    closed = files.closed(target, key)
     what = "compiled kernel" if closed.name == key else "directory"
     _warn_once(
         f"Cannot read the {what} {closed} (Permission denied); kernels that cannot be read are compiled again. "
@@ -291,20 +282,12 @@ def _warn_unreadable(target: Path, key: str) -> None:
 
 
 def _unreadable_remedy(target: Path, key: str) -> str:
-    closed = _closed(target, key)
+    closed = files.closed(target, key)
     above = "" if closed in (target, target / key) else f"make {closed} searchable and "
     return (
         f"If an administrator filled {target} for its users, let its owner {above}run `chmod -R a+rX {target}`. "
         f"Otherwise s{_OWN_DIRECTORY[1:]}"
     )
-
-
-def _closed(target: Path, key: str) -> Path:
-    """Returns the first directory above an entry that this user may not open, or the entry itself."""
-    closed = [path for path in target.absolute().parents if not os.access(path, os.X_OK, effective_ids=True)]
-    if closed:
-        return closed[-1]
-    return target / key if os.access(target, os.R_OK | os.X_OK, effective_ids=True) else target
 
 
 def _warn_unwritable(problem: str) -> None:

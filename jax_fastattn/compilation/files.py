@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files that only this user or root can have written, and files that are written whole or not at all."""
+"""Files that only this user or root can have written, files that are written whole or not at all, and digests."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
@@ -81,6 +82,22 @@ def opened(path: Path | str, kind: int, parent: int | None = None) -> Generator[
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def closed(target: Path, name: str) -> Path:
+    """Returns the first directory above a file that this user may not open, or the file itself."""
+    above = [path for path in target.absolute().parents if not os.access(path, os.X_OK, effective_ids=True)]
+    if above:
+        return above[-1]
+    return target / name if os.access(target, os.R_OK | os.X_OK, effective_ids=True) else target
+
+
+def digest(root: Path, paths: Iterable[Path]) -> str:
+    """Returns a digest of files and of their paths relative to `root`."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()
 
 
 def _create(target: Path) -> None:

@@ -11,7 +11,7 @@ import functools
 import platform
 from pathlib import Path
 
-from jax_fastattn.compilation import cache, libraries
+from jax_fastattn.compilation import files, libraries
 from jax_fastattn.ffi import registry
 
 
@@ -37,4 +37,4 @@ def _gpu() -> tuple[str | None, int] | None:
 def sources_digest() -> str:
     """Returns a digest of the package's Python sources."""
     package = Path(__file__).parents[1]
-    return cache.files_digest(package, sorted(package.rglob("*.py")))
+    return files.digest(package, sorted(package.rglob("*.py")))
