@@ -29,7 +29,7 @@ from jax_fastattn.canonical import packed as canonical_packed
 from jax_fastattn.canonical import ring as canonical_ring
 from jax_fastattn.canonical.arguments import unify_varying
 from jax_fastattn.ops import vjp
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from testing.compare import ROUNDING

@@ -18,6 +18,7 @@ import jax
 
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.function import Program
+from jax_fastattn.ring import Ring
 
 Implementation = Literal["cuda", "xla"]
 
@@ -140,35 +141,6 @@ KEPT_LISTS = tuple(name for name, x in OPERANDS.items() if x.axes == "L")
 # They are gradients of the operands, in their shapes; None is absent. Gradients of QKV have the dtype of the query. All
 # others have the dtype of the logits, since the ops may have to add up several before they round.
 Gradients = Operands
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The split of queries and keys over the devices of a mesh axis, and how these devices share one call.
-
-    Attributes:
-        axes: the mesh axes that split T and S, major first.
-        size: the number of devices along them.
-        layout: which rows a device has. "contiguous": device i has the i-th of `size` parts. "zigzag": it has the
-            chunks i and 2 * size - 1 - i of 2 * size chunks.
-        balance: whether devices with contiguous rows of a causal call help each other, see `ops/ring/helping.py`.
-        shared_boundaries: whether packed queries and keys have the same boundaries and no offsets, so that a window
-            hides keys of distant devices.
-        mesh: names and sizes of all axes of the mesh.
-        whole_keys: whether each device has all keys, so that only queries are split. Nothing is sent then, and the
-            gradients of keys and values are a device's share.
-        lengths: how many queries and keys the whole sequence has, if it does not fill the rows of all devices. The rest
-            is padding of zeros at the end. None if there is none, or if the caller hides it.
-    """
-
-    axes: tuple[str, ...]
-    size: int
-    layout: Literal["contiguous", "zigzag"] = "contiguous"
-    balance: bool = False
-    shared_boundaries: bool = False
-    mesh: tuple[tuple[str, int], ...] = ()
-    whole_keys: bool = False
-    lengths: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from jax_fastattn.canonical.ring import canonicalize
 from jax_fastattn.keywords import explained
 from jax_fastattn.ops import all_to_all, call_sites, vjp
 from jax_fastattn.ops.ring.layout import Layout, chunk_starts, inverse, reorder, zigzag_order
-from jax_fastattn.spec import Implementation, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import Implementation
 
 AxisNames = str | Sequence[str]
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from jax_fastattn.canonical import arguments, batched, validation
 from jax_fastattn.layouts import packed
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 # Packed sequences replace these arguments.
 _NOT_PACKED = ("bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.ops import call_sites, vjp
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 
 def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tuple[jax.Array, jax.Array | None]:

@@ -30,7 +30,7 @@ from jax_fastattn import _compat, ffi
 from jax_fastattn._compat import Primitive
 from jax_fastattn.ops import abstract
 from jax_fastattn.ops.sharding import Split, own_letters, refuse_gather, rows_whole, shardy_rule
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 # An op keeps up to this many functions. A new one is made for every new spec, such as a new scale.
 CACHED_FUNCTIONS = 256
@@ -69,7 +69,7 @@ class Op:
     Attributes:
         primitive: the outer primitive, which has one parameter more than `share`: `needs_devices`.
         share: one device's part of the work, on any number of batch entries and heads.
-        ring: the share of a device that has some of the rows, and meets the keys of other devices (`spec.Ring`); None
+        ring: the share of a device that has some of the rows, and meets the keys of other devices (`ring.Ring`); None
             if there is none.
     """
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_fastattn.ops import abstract
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 # A mesh may split these axes; V is an axis that `vmap` put ahead of others.
 SPLITTABLE = "VBTSNK"

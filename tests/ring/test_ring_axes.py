@@ -21,7 +21,7 @@ from test_sharding import kinds
 
 import jax_fastattn
 from jax_fastattn.ops.ring.permute import permute
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 # Sizes of the mesh axes "x", "y" and "z".
 SHAPES = [(2, 3), (1, 4), (2, 2, 2), (2, 1, 3), (1, 3, 2)]

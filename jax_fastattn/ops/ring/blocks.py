@@ -18,7 +18,8 @@ from jax_fastattn import dropout
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.ring.layout import chunk_starts
 from jax_fastattn.ops.ring.plan import Block, is_placed
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 
 class BlockPlace(NamedTuple):

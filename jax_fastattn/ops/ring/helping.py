@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax_fastattn.ops.ring.blocks import BlockPlace
 from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block, View
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 Arrays = dict[str, jax.Array]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 Layout = Literal["contiguous", "zigzag"]
 

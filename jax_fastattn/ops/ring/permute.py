@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.spec import Ring
+from jax_fastattn.ring import Ring
 
 Pairs = Sequence[tuple[int, int]]
 

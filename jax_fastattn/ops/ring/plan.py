@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.ops.ring.layout import chunk_starts
-from jax_fastattn.spec import AttentionSpec, Operands, Ring
+from jax_fastattn.ring import Ring
+from jax_fastattn.spec import AttentionSpec, Operands
 
 Bounds = tuple[int | None, int | None]
 
