@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 import emulated_dkdv_dq
 import numpy as np
 import warp_emulator
-from emulated_backward import Sizes
+from emulated_backward import BOUNDED, Sizes
 from emulated_dkdv_dq import Run
 from ptx_emulator import Memory
 from warp_emulator import SCHEDULES, Race
@@ -74,15 +74,7 @@ def test_scratch_has_a_count_for_each_warp_and_tile() -> None:
     assert shapes["tile_counter"] == (1,)
 
 
-_ALL = {
-    "group": 2,
-    "window_left": True,
-    "window_right": True,
-    "query_seq_lengths": True,
-    "key_value_seq_lengths": True,
-    "query_offset": True,
-    "dlse": True,
-}
+_ALL = {**BOUNDED, "group": 2, "dlse": True}
 _CAUSAL = Sizes(batch=1, right=0, queries=201, keys=133)
 _SMALL = Sizes(batch=1, queries=70, keys=101)
 # Each tiling, every feature, widths that end inside an mma step or a warp's share of the columns.

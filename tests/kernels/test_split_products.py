@@ -14,7 +14,7 @@ import emulated_dkdv_dq
 import emulated_forward
 import ml_dtypes
 import numpy as np
-from emulated_backward import Sizes, draw_operands
+from emulated_backward import BOUNDED, Sizes, draw_operands
 from emulated_dkdv_dq import Run
 
 from jax_fastattn.kernels import codes
@@ -29,14 +29,7 @@ def _spec(op: Any, head_dim: int, v_head_dim: int, arch: str = "sm_80", **featur
     return configured(KernelSpec(op, arch, "bfloat16", head_dim, v_head_dim, products="bf16x3", **features))
 
 
-_ALL = {
-    "group": 2,
-    "window_left": True,
-    "window_right": True,
-    "query_seq_lengths": True,
-    "key_value_seq_lengths": True,
-    "query_offset": True,
-}
+_ALL = {**BOUNDED, "group": 2}
 _SMALL = Sizes(batch=1, queries=40, keys=70)
 _BIAS = Sizes(batch=1, queries=40, keys=70, bias=(1, 1, 40, 70))
 _LENGTHS = Sizes(2, 40, 70, offsets=(-10, 25), query_lengths=(40, 30), key_lengths=(70, 50))

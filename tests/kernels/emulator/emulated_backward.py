@@ -39,6 +39,15 @@ DEVICE_DTYPES = {
 FORWARD_TOLERANCE = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 2**-14}
 BACKWARD_TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-13}
 
+# A key with every bound that `Sizes` has numbers for.
+BOUNDED = {
+    "window_left": True,
+    "window_right": True,
+    "query_seq_lengths": True,
+    "key_value_seq_lengths": True,
+    "query_offset": True,
+}
+
 
 @dataclass(frozen=True)
 class Sizes:
