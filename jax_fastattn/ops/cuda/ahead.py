@@ -8,6 +8,7 @@ for the GPU of that lowering, and their kernels are known: the backward pass's t
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 
-from jax_fastattn.compilation import failures
 from jax_fastattn.kernels.key import KernelSpec
 
 # Calls of programs that are never lowered for CUDA leave notes, too. The oldest are forgotten.
@@ -57,11 +57,11 @@ def foreseen() -> list[KernelSpec]:
     with _lock:
         notes = list(_notes.values())
         _notes.clear()
-    try:
-        return list(dict.fromkeys(kernel for one in notes for kernel in _kernels(*one)))
-    except Exception as error:  # if something is wrong with a call, its own lowering says so
-        failures.note(f"the kernels of a call cannot be foreseen: {type(error).__name__}: {error}")
-        return []
+    found: list[KernelSpec] = []
+    for one in notes:
+        with contextlib.suppress(Exception):  # if something is wrong with a call, its own lowering says so
+            found += _kernels(*one)
+    return list(dict.fromkeys(found))
 
 
 def _kernels(launches: Launches, arrays: list[jax.ShapeDtypeStruct], params: dict[str, Any]) -> list[KernelSpec]:
