@@ -101,8 +101,8 @@ def attention_varlen(
             sequence stand at its last key. Default: 0, top-left.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
             as for `attention`; positions count from the start of each sequence.
-        dropout_rate, dropout_key, broadcast_dropout: as for `attention`, with one batch entry. What is kept depends on
-            where a sequence begins, besides the indices in it; `dropout_mask` takes the boundaries.
+        dropout_rate, dropout_key, broadcast_dropout: as for `attention`, with one batch entry. The mask also depends
+            on where each sequence begins; `dropout_mask` takes the boundaries.
         score_mod, mask_mod: as for `attention`; q and k count from the start of each sequence, and b is its number.
 
     Returns:
