@@ -164,7 +164,7 @@ def test_constant_bias_has_no_gradient() -> None:
 def test_what_a_mask_or_ids_hide_from_everybody_is_poisoned(feature: str) -> None:
     """In draws where no other argument hides anything."""
     kinds = len(combinations.allowed())
-    drawn = combinations.combined_draws(6, 12 * kinds, kinds, SMALL)
+    drawn = combinations.combined_draws(4, 12 * kinds, kinds, SMALL)
     cases = [case for case in drawn if features_of(case) == {feature, "residual"}]
     rows_of = jax.jit(visible_rows, static_argnums=0)
     hidden_queries = hidden_keys = 0

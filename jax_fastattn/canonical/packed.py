@@ -47,7 +47,7 @@ def canonicalize(
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)
     lengths = axes["T"], axes["S"]
-    mods = (_in_sequences(mod, sequences, lengths) for mod in (score_mod, mask_mod))
+    mods = (in_sequences(mod, sequences, lengths) for mod in (score_mod, mask_mod))
     found, planes = programs(axes, q.dtype, *mods)
     operands = Operands(
         query=q,
@@ -63,7 +63,7 @@ def canonicalize(
     return arguments.resolve(operands, **static, **found)
 
 
-def _in_sequences(mod: Any, sequences: jax.Array, lengths: tuple[int, int]) -> Any:
+def in_sequences(mod: Any, sequences: jax.Array, lengths: tuple[int, int]) -> Any:
     """Returns a function of rows that gives one of the user's the number of a sequence, and the places in it."""
     if not callable(mod) or isinstance(mod, type):
         return mod

@@ -202,7 +202,11 @@ class Case:
         """Returns the function as a program, and shapes of the operands that it reads by name."""
         if self.mask_mod is None:
             return None, {}
-        return mask_shapes(self.mask_mod, tuple(self.shape.items()), self.dtype)
+        return mask_shapes(self.mask_mod, tuple(self.shape.items()), self.dtype, self._num_sequences)
+
+    @property
+    def _num_sequences(self) -> int:
+        return len(self.packed[0]) if self.packed else 0
 
     def problem(self) -> Problem:
         return Problem.of(self.spec(), self._avals())
@@ -213,8 +217,8 @@ class Case:
         They are computed from sizes, not traced: `GPU_CASES` needs them at import, where tracing `operands` took 5 s,
         and a list of cases must not start a client.
         """
-        num_sequences, columns = len(self.packed[0]) if self.packed else 0, 4 if self.query_offset is None else 5
-        sizes = self.shape | {"M": num_sequences + 2, "R": columns}
+        columns = 4 if self.query_offset is None else 5
+        sizes = self.shape | {"M": self._num_sequences + 2, "R": columns}
         dtypes: dict[str, Any] = {"query": self.dtype, "logits": np.promote_types(self.dtype, np.float32)}
         dtypes |= {"float": self.bias_dtype or np.float32, "integer": np.int32}
 
@@ -268,18 +272,19 @@ class Case:
             key_value_segment_ids=key_ids,
             sinks=normal(sinks_key, shapes.sinks),
             scale=None if shapes.scale is None else jnp.full(shapes.scale.shape, self._scale, shapes.scale.dtype),
-            sequences=self._sequences(),
-            **self._planes(key),
+            sequences=(sequences := self._sequences()),
+            **self._planes(key, sequences),
         )
 
     def captured(self, key: jax.Array) -> dict[str, jax.Array]:
         """Draws the arrays that the function of the case captures; `operands` reads the same ones for this key."""
-        return captured(self.shape, jax.random.fold_in(key, 8))
+        return captured(self.shape | {"B": self._num_sequences or self.batch}, jax.random.fold_in(key, 8))
 
-    def _planes(self, key: jax.Array) -> dict[str, jax.Array]:
+    def _planes(self, key: jax.Array, sequences: jax.Array | None) -> dict[str, jax.Array]:
         if self.mask_mod is None:
             return {}
-        return mask_operands(self.mask_mod, self.shape, self.dtype, self.captured(key))[1]
+        rows = None if sequences is None else sequences[0]
+        return mask_operands(self.mask_mod, self.shape, self.dtype, self.captured(key), rows)[1]
 
     def cotangents(self, key: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Draws random cotangents of the output and, with `dlse`, of the log-sum-exp."""

@@ -10,6 +10,7 @@ from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.choose import forward_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.ops.cuda.bias_gradient import backward_spec
 
 
@@ -20,7 +21,7 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     """
     found: dict[KernelSpec, None] = {}
     for case in cases:
-        problem = case.problem()
+        problem = problem_by_rows(case.problem())
         forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
         dbias = case.bias is not None and not case.constant_bias
         backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)

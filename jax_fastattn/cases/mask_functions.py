@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn.canonical.packed import in_sequences
 from jax_fastattn.canonical.programs import mask_planes
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.function import Program
@@ -48,22 +49,24 @@ def captured(sizes: dict[str, int], key: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def mask_function(number: int, rows: int, arrays: dict[str, jax.Array]) -> Mod:
+def mask_function(number: int, rows: int, arrays: dict[str, jax.Array], *, is_packed: bool = False) -> Mod:
     """Returns the function of a number.
 
     Args:
         number: fixes the code.
         rows: the number of queries.
         arrays: what it captures, see `captured`.
+        is_packed: whether sequences are packed. The number of a sequence belongs to a query then, so that a function
+            with floats of a key and a sequence has no code.
     """
-    return _function(np.random.default_rng(number), rows, arrays, _DEPTH)
+    return _function(np.random.default_rng(number), rows, arrays, is_packed, _DEPTH)
 
 
-def _function(random: np.random.Generator, rows: int, arrays: dict[str, jax.Array], depth: int) -> Mod:
+def _function(random: np.random.Generator, rows: int, arrays: dict[str, jax.Array], is_packed: bool, depth: int) -> Mod:
     if depth == 0:
-        conditions = _conditions(random, rows, arrays)
+        conditions = _conditions(random, rows, arrays, is_packed)
         return conditions[int(random.integers(len(conditions)))]
-    parts = [_function(random, rows, arrays, depth - 1) for _ in range(2)]
+    parts = [_function(random, rows, arrays, is_packed, depth - 1) for _ in range(2)]
     kind = int(random.integers(3))
 
     def mask(*at: Any) -> Any:
@@ -73,7 +76,7 @@ def _function(random: np.random.Generator, rows: int, arrays: dict[str, jax.Arra
     return mask
 
 
-def _conditions(random: np.random.Generator, rows: int, arrays: dict[str, jax.Array]) -> list[Mod]:
+def _conditions(random: np.random.Generator, rows: int, arrays: dict[str, jax.Array], is_packed: bool) -> list[Mod]:
     low, high, period = (int(x) for x in random.integers(1, 60, 3))
     ids, widths, shown, blocks, points = (arrays[name] for name in ("ids", "widths", "shown", "blocks", "points"))
     return [
@@ -85,28 +88,43 @@ def _conditions(random: np.random.Generator, rows: int, arrays: dict[str, jax.Ar
         lambda b, h, q, k: jnp.abs(q - k) <= widths[b, h],
         lambda b, h, q, k: shown[h, k - q + rows],
         lambda b, h, q, k: blocks[b, h, q // _BLOCK[0], k // _BLOCK[1]],
-        lambda b, h, q, k: points[b, q] <= points[b, k],
+        lambda b, h, q, k: points[b, q] <= points[0 if is_packed else b, k],
     ]
 
 
 def mask_operands(
-    number: int, sizes: dict[str, int], dtype: str, arrays: dict[str, jax.Array]
+    number: int, sizes: dict[str, int], dtype: str, arrays: dict[str, jax.Array], sequences: jax.Array | None = None
 ) -> tuple[Program | None, dict[str, jax.Array]]:
-    """Returns the program of a number, and the operands that it reads by name, given what it captures."""
+    """Returns the program of a number, and the operands that it reads by name.
+
+    Args:
+        number: fixes the code.
+        sizes: of the call, by axis letter.
+        dtype: the dtype of the query.
+        arrays: what the function captures. For packed sequences, a batch entry in it is a sequence.
+        sequences: packed sequences `[M, R]`; None without.
+    """
     axes: Any = {name: sizes[name] for name in "BNTS"}
-    program, found = mask_planes(axes, dtype, mask_function(number, sizes["T"], arrays))
+    function = mask_function(number, sizes["T"], arrays, is_packed=sequences is not None)
+    if sequences is not None:
+        function = in_sequences(function, sequences, (sizes["T"], sizes["S"]))
+    program, found = mask_planes(axes, dtype, function)
     return program, planes.stack((None, program), ([], found))
 
 
 @functools.lru_cache(1024)
-def mask_shapes(number: int, sizes: tuple[tuple[str, int], ...], dtype: str) -> tuple[Program | None, dict[str, Any]]:
+def mask_shapes(
+    number: int, sizes: tuple[tuple[str, int], ...], dtype: str, num_sequences: int = 0
+) -> tuple[Program | None, dict[str, Any]]:
     """Returns the program of a number, and shapes and dtypes of the operands that it reads, without values."""
     found: list[Program | None] = []
 
     def operands(key: jax.Array) -> dict[str, jax.Array]:
-        program, arrays = mask_operands(number, dict(sizes), dtype, captured(dict(sizes), key))
+        sequences = jnp.zeros((num_sequences + 2, 4), jnp.int32) if num_sequences else None
+        arrays = captured(dict(sizes) | ({"B": num_sequences} if num_sequences else {}), key)
+        program, planes = mask_operands(number, dict(sizes), dtype, arrays, sequences)
         found.append(program)
-        return arrays
+        return planes
 
     shapes = jax.eval_shape(operands, jax.eval_shape(lambda: jax.random.key(0)))
     return found[0], shapes

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
+from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.programs.code import Code as Program
 from jax_fastattn.programs.code import places
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
@@ -55,8 +56,7 @@ _MAX_WHOLE_NBYTES = 1 << 20
 # notebook/bits.md.
 _PORTION_KEYS = 2048
 
-# CTAs add in one order up to this mean length of packed sequences. Padding counts as one sequence before and one after
-# them.
+# CTAs add in one order up to this mean length of packed sequences; the padding on each side counts as one of them.
 _ORDERED_MEAN_LENGTH = 1536
 
 # These make the lists of batch entries differ, with any mask.
@@ -327,7 +327,7 @@ def _fills_gpu(problem: Problem) -> bool:
 
 def forward_spec(problem: Problem, arch: str) -> KernelSpec:
     """Returns the compile key of the forward pass of a problem that kernels run."""
-    return kernel_spec(problem, "decode" if splits_keys(problem) else "forward", arch)
+    return kernel_spec(problem, "decode" if splits_keys(problem_by_rows(problem)) else "forward", arch)
 
 
 def _features(spec: AttentionSpec, op: str) -> tuple[Code, ...]:
@@ -351,7 +351,8 @@ def kernel_spec(
     dbias: bool = False,
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
-    spec, (left, right) = problem.spec, problem.spec.bounds
+    spec = (problem := problem_by_rows(problem)).spec
+    left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
     products = products_of(problem.dtype, spec.precision)
@@ -394,7 +395,7 @@ def kernel_spec(
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key
-    # It is not known where one order is faster in the portable kernel.
+    # Which order is faster in the portable kernel is not known.
     one_sided_window = key.bounds_kind.one_sided_window
     ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
     return configured(replace(key, ordered=ordered), short=short)

@@ -20,6 +20,7 @@ from jax_fastattn.kernels.choose import (
 )
 from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, staged_places
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
+from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.code import Code, places
 from jax_fastattn.spec import Problem, is_known
@@ -79,6 +80,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     Args:
         arch: the architecture; None if it is not known.
     """
+    packed, problem = problem, problem_by_rows(problem)
     symbolic = problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
@@ -116,7 +118,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     if "dropout" in problem.spec.present:
         checks += _dropout_checks(problem, arch)
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
-    found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(problem)]
+    found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(packed)]
     if problem.spec.mask_mod is not None and arch and not found and not mask_mod_bits_fit(problem, arch):
         text = f"the bits of `mask_mod` would take more than {MAX_BITS_NBYTES >> 20} MiB in a pass"
         found.append(Reason("mask_mod", text, _FEWER_BITS))
@@ -154,11 +156,11 @@ def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:
     program = problem.spec.mask_mod
     if program is None:
         return []
-    if problem.num_sequences:
-        return [("no kernel evaluates `mask_mod` of packed sequences", 'pass `implementation="xla"`')]
     if not isinstance(program, Code):
         return [(f"`mask_mod` has no code, because {program.reason}", "or pass an array as `mask`")]
     found: list[tuple[str, str]] = []
+    if problem.num_sequences and "dropout" in problem.spec.present:
+        found.append(("no kernel drops weights of packed sequences with a `mask_mod`", 'pass `implementation="xla"`'))
     if unknown := sorted({op for op, *_ in program.instructions} - MASK_OPS):
         found.append(
             (
@@ -167,6 +169,7 @@ def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:
                 "compare squares or other numbers without it, or pass an array as `mask`",
             )
         )
+    program = problem_by_rows(problem).spec.mask_mod
     staged = len(staged_places(tuple(places((problem.spec.score_mod, program))[1])))
     if staged > MAX_STAGED_PLANES:
         text = f"`mask_mod` reads {staged} numbers of queries, keys and distances; the kernels take {MAX_STAGED_PLANES}"
@@ -201,6 +204,7 @@ def describe_kernels(problem: Problem, arch: str, *, has_gradient: bool = True) 
 
 def describe_lists(problem: Problem, arch: str, *, has_gradient: bool = True) -> str:
     """Describes the lists that prepasses write for a mask function; an empty string without one."""
+    problem = problem_by_rows(problem)
     if problem.spec.mask_mod is None:
         return ""
     kernels = [forward_spec(problem, arch)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn import causal
-from jax_fastattn.canonical import batched, packed
+from jax_fastattn.canonical import batched
 from jax_fastattn.canonical.shapes import shapes_of
 from jax_fastattn.kernels.choose import kernel_spec, list_sizes, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
@@ -77,15 +77,6 @@ def test_the_limit_of_bits_is_a_reason() -> None:
     # Heads have bits of their own.
     (found,) = reasons(lambda b, h, q, k: q - k < 9 * h, 32 * 1024)
     assert "256 MiB" in found
-
-
-def test_packed_calls_are_refused() -> None:
-    x, starts = jax.ShapeDtypeStruct((T, N, 64), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
-    spec, operands = shapes_of(
-        packed.canonicalize, query=x, key=x, value=x, cu_seqlens_q=starts, cu_seqlens_k=starts, mask_mod=causal()
-    )
-    (found,) = unsupported_reasons(Problem.of(spec, operands), "sm_90a")
-    assert found.text == "no kernel evaluates `mask_mod` of packed sequences"
 
 
 def test_lists_have_the_planes_that_a_function_reads() -> None:

@@ -35,7 +35,7 @@ from testing.draw_sizes import EMULATED, FEATURES, Sizes
 from testing.poison import poison
 
 # `attention_varlen` does not have these arguments. `draws.py` has its calls under other conditions.
-_UNPACKED = {"lengths", "mask", "function", "bias", "ids", "vmap"}
+_UNPACKED = {"lengths", "mask", "bias", "ids", "vmap"}
 # A mask may have these axes in full. "k" is a row for each key/value head.
 MASKS = ("bts", "ts", "bnts", "bs", "s", "bt", "bkts", "kts", "nts", "ks", "nt", "t", "n", "")
 # What models pass comes more often.
@@ -270,6 +270,8 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
             differentiated.
     """
     captured = {} if case.mask_mod is None else case.captured(_keys(case)[0])
+    if case.packed is not None:
+        return draws.evaluate(case, spec, operands, dout, dlse, captured)
     attend = _mapped if case.vmapped else _call
     with jax.default_matmul_precision(case.precision):
         if case.packed is not None:

@@ -22,7 +22,8 @@ import numpy as np
 from jax_fastattn.api import attention_varlen
 from jax_fastattn.canonical import dropout
 from jax_fastattn.cases.case import Case
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+from jax_fastattn.cases.mask_functions import mask_function
+from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Operands
 from testing.compare import Results
 
 # These lengths are around the sizes of tiles; any other length is as likely as one of them.
@@ -156,18 +157,26 @@ def fitted(lengths: Sequence[int], rows: int) -> tuple[int, ...]:
     return tuple(int(x) for x in np.diff(ends))
 
 
-def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None) -> Results:
+def evaluate(
+    case: Case,
+    spec: AttentionSpec,
+    operands: Operands,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    captured: dict[str, jax.Array] | None = None,
+) -> Results:
     """Returns the results of `attention_varlen` for a packed case, gradients and residual included.
 
     Args:
         case: the source of boundaries and offsets.
         operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
+        captured: what the function of the case captures.
     """
     offset = case.query_offset
     named = offset if isinstance(offset, str) else None
     given = jnp.array(offset, jnp.int32) if isinstance(offset, tuple) else None
-    return _evaluate(spec, named, case.boundaries(), given, operands, dout, dlse)
+    return _evaluate(spec, named, case.mask_mod, case.boundaries(), given, operands, captured, dout, dlse)
 
 
 def static_options(spec: AttentionSpec) -> dict[str, Any]:
@@ -189,17 +198,22 @@ def kept_by(operand: jax.Array | None) -> contextlib.AbstractContextManager[Any]
     return mock.patch.object(dropout, "operand", lambda *_: operand)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate(
     spec: AttentionSpec,
     named: str | None,
+    mask_mod: int | None,
     boundaries: tuple[jax.Array, jax.Array],
     offset: jax.Array | None,
     operands: Operands,
+    captured: dict[str, jax.Array] | None,
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> Results:
-    names = [name for name in DIFFERENTIABLE if name in spec.present]
+    names = [name for name in DIFFERENTIABLE if name in spec.present and name not in PLANES]
+    function_of_rows = None
+    if mask_mod is not None and captured is not None:
+        function_of_rows = mask_function(mask_mod, operands.query.shape[1], captured, is_packed=True)
     query_offset: Any = named or (0 if offset is None else offset)
 
     def function(*arrays: jax.Array) -> tuple[Any, jax.Array]:
@@ -214,6 +228,7 @@ def _evaluate(
                 return_residual=True,
                 sinks=None if given.sinks is None else given.sinks[0],
                 query_offset=query_offset,
+                mask_mod=function_of_rows,
             )
         return out[None] if dlse is None else (out[None], lse[None]), lse[None]
 

@@ -18,6 +18,7 @@ from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.layouts.heads import reduce_to, scale_gradient
+from jax_fastattn.layouts.packed_masks import by_rows, is_row_masked, padding_lse
 from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.ops.cuda.bias import with_usable_scale
 from jax_fastattn.ops.cuda.bias_gradient import (
@@ -76,6 +77,9 @@ def forward(
         kernel: the compile key; by default the one that `forward_spec` chooses.
         kept: see `tile_lists`.
     """
+    if is_row_masked(spec):
+        out, lse = forward(*by_rows(spec, operands), kernel, kept)
+        return out, padding_lse(operands, lse, -jnp.inf)  # of a sink
     spec, padded = with_usable_scale(spec, _for_kernels(operands))
     problem = launched_problem(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
@@ -123,6 +127,11 @@ def backward(
     A mask or segment ids take other calls before it, the prepasses: two where dq has a kernel of its own, else one. A
     prepass whose lists are kept is left out. See `xla.passes.backward` for `wanted`, `forward` for `kernel` and `kept`.
     """
+    if is_row_masked(spec):
+        if operands.sinks is not None:
+            lse = padding_lse(operands, lse, operands.sinks[:, None])
+        dlse = None if dlse is None else padding_lse(operands, dlse, 0.0)
+        return backward(*by_rows(spec, operands), out, lse, dout, dlse, wanted, kernel, kept)
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
     problem = launched_problem(spec, padded)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import mods
 import numpy as np
 
+from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.choose import list_sizes
 from jax_fastattn.kernels.tiles import lists as layout
@@ -177,6 +178,23 @@ def test_calls_of_a_function_of_heads(name: str, arch: str, monkeypatch: pytest.
     emulated_ops.emulate(monkeypatch, arch)
     sinks = jnp.asarray([0.1, -0.3, 0.7, 0.2])
     emulated_ops.compare_with_reference(*canonicalize(*draw(64), mask_mod=MODS[name], sinks=sinks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_calls_of_packed_sequences(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows of padding, which sinks do not reach, an empty sequence, and offsets."""
+    emulated_ops.emulate(monkeypatch, arch)
+    starts = jnp.array([3, 40, 40, 110, 125]), jnp.array([0, 50, 60, 100, 160])
+    query, key, value = (x[0] for x in draw(64))
+    spec, operands = packed.canonicalize(
+        query, key, value, *starts,
+        mask_mod=lambda b, h, q, k: ((q - k) % 3 != 0) & (k - q < WINDOWS[b]) | (h == 2) & (k < 9),
+        is_causal=True, local_window_size=(45, None), query_offset=jnp.array([13, 0, 5, -20]),
+        sinks=jnp.asarray([0.1, -0.3, 0.7, 0.2]),
+    )  # fmt: skip
+    dlse = jnp.asarray(np.random.default_rng(2).standard_normal((1, T, N)), jnp.float32)
+    emulated_ops.compare_with_reference(spec, operands, dlse)
 
 
 @pytest.mark.slow
