@@ -67,13 +67,21 @@ def test_a_setting_chooses(setting: str | None) -> None:
     with jax.default_matmul_precision(setting):
         found = explain(X, X, X)
     if SETTINGS[setting]:
-        assert found.kernel == "sm80 forward, sm80 backward"
+        assert found.kernel == "sm90 forward, sm80 backward" and not found.note
         assert found.variant is not None and found.variant.endswith(SPLIT_PRECISION)
     else:
         assert found.implementation == "xla"
         reason = f'the precision of float32 products is "{setting}"; the kernels have {SPLIT_PRECISION}'
         assert found.reasons[0] == reason
         assert "set `jax.default_matmul_precision`" in found.advice
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_wide_heads_take_the_portable_kernels() -> None:
+    x = jax.ShapeDtypeStruct((2, 129, 3, 136), jnp.float32)
+    found = explain(x, x, x)
+    assert found.kernel == "sm80 forward, sm80 backward"
+    assert "the forward pass takes the portable kernel" in found.note and "head dims over 128" in found.note
 
 
 @pytest.mark.usefixtures("_gpu")

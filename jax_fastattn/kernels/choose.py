@@ -110,7 +110,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
 
     The key of a prepass comes back as it is, since its config holds the tiles of the kernel that reads its lists. Units
     of a decoding kernel that are whole stay whole, and portions keep their tiles. A soft cap becomes exact where a
-    sink's gradient would show that the error of a rough one is not even, and in the portable family.
+    sink's gradient would show that the error of a rough one is not even, in float32, and in the portable family.
 
     Args:
         spec: the key; tests and tools build one by hand.
@@ -131,7 +131,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     else:
         config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
-    if codes.SINKS in spec.features or spec.family == "sm80":
+    if codes.SINKS in spec.features or spec.family == "sm80" or spec.products == "bf16x3":
         exact = {codes.SOFT_CAP: codes.EXACT_SOFT_CAP}
         spec = replace(spec, features=tuple(exact.get(code, code) for code in spec.features))
     return replace(spec, config=config)
@@ -357,7 +357,8 @@ def kernel_spec(
     row_bits = predicated and op == "decode"
     products = products_of(problem.dtype, spec.precision)
     assert products is not None, "`unsupported_reasons` admits no other dtype and precision"
-    family = "sm90" if arch == "sm_90a" and products == "native" else "sm80"
+    is_split_forward = op == "forward" and not sm90.split_obstacle(problem.head_dim, problem.v_head_dim)
+    family = "sm90" if arch == "sm_90a" and (products == "native" or is_split_forward) else "sm80"
     bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
     key = KernelSpec(
         op=op,
@@ -390,8 +391,7 @@ def kernel_spec(
     key = configured(key, short=short, rows=problem.query_length * problem.group)
     if op == "decode":
         return _cut(problem, key)
-    if op == "backward":
-        key = replace(key, alike=_reads_live_keys(problem, key))
+    key = replace(key, alike=op == "backward" and _reads_live_keys(problem, key))
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key

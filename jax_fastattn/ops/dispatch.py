@@ -15,7 +15,14 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments.precision import SPLIT_PRECISION
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
-from jax_fastattn.kernels.support import Reason, describe_kernels, describe_lists, speed_note, unsupported_reasons
+from jax_fastattn.kernels.support import (
+    Reason,
+    describe_kernels,
+    describe_lists,
+    describe_portable_forward,
+    speed_note,
+    unsupported_reasons,
+)
 from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
 
@@ -149,6 +156,7 @@ def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
     kernels = describe_kernels(problem, arch, has_gradient=has_gradient)
     variant = _variant(problem, arch, has_gradient=has_gradient)
     found = Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
+    found = with_note(found, describe_portable_forward(problem, arch))
     return with_note(found, describe_lists(problem, arch, has_gradient=has_gradient))
 
 

@@ -282,6 +282,22 @@ def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     _assert_fits(spec, kept_resources(spec), local_bytes)
 
 
+# Features of Hopper's forward kernels for float32 operands. None of them has local memory.
+SPLIT_HOPPER = ("full", "causal", "everything", "listed", "compared", "bias-float32", "bias-listed", "key-bias")
+
+
+def _split_hopper_spec(dims: tuple[int, int], features: str) -> KernelSpec:
+    spec = _spec("sm90", "forward", "sm_90a", dims, FEATURES[features])
+    return configured(dataclasses.replace(spec, products="bf16x3"))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=lambda x: "v".join(map(str, x)))
+@pytest.mark.parametrize("features", SPLIT_HOPPER)
+def test_hopper_kernels_for_float32_fit(features: str, dims: tuple[int, int]) -> None:
+    spec = _split_hopper_spec(dims, features)
+    _assert_fits(spec, kept_resources(spec), 0)
+
+
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.
 HOPPER_ROWS = [
     *((dims, short) for dims in ((64, 64), (32, 16)) for short in (True, False)),

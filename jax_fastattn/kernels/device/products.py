@@ -12,7 +12,7 @@ neighbors of an accumulator, elements 2 i and 2 i + 1, are pair i. Operands in m
 - `Single` has a float32 number a word, and no products: results of split factors, and P on its way between warps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -21,28 +21,26 @@ from cutlass import Boolean, Float32, Int32, cute
 from jax_fastattn.kernels.device import mma, ptx, wgmma
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.device.mma import Accumulator, Fragment
+from jax_fastattn.kernels.device.split_factor import TERMS, SplitFactor
 from jax_fastattn.kernels.key import KernelSpec
 
 Pair = Any  # the word of a pair, or both of its words
 Factor = Any  # a fragment, or the fragments of both terms
 
-# The products of terms that count, the smallest first.
-_TERMS = ((0, 1), (1, 0), (0, 0))
-
 
 class LeftFactor(Protocol):
     """The left factor of a warpgroup's product, in registers. Its pairs are the pairs of an accumulator."""
 
-    def put(self, pair: int, word: Int32) -> None:
+    def put(self, pair: int, word: Pair) -> None:
         """Sets a pair."""
         ...
 
-    def copied(self) -> list[Int32]:
+    def copied(self) -> list[Pair]:
         """Returns the pairs in registers of their own: no register that a product in flight reads may be read."""
         ...
 
-    def multiply(self, acc: cute.Tensor, right: cute.Tensor) -> None:
-        """Starts to add its product with a right factor, given descriptors of one stage, to an accumulator."""
+    def multiply(self, acc: cute.Tensor, right: Any, *, accumulate: bool = True) -> None:
+        """Starts its product with a right factor, given descriptors of one stage, of each term if there are two."""
         ...
 
 
@@ -131,6 +129,11 @@ class FactorWords(Words, Protocol):
 class WarpgroupWords(FactorWords, Protocol):
     """What numbers become where warpgroups multiply."""
 
+    @property
+    def terms(self) -> Sequence[tuple[int, int]]:
+        """The terms of the left and the right factor whose products are added, the smallest product first."""
+        ...
+
     def pair(self, low: Float32, high: Float32, *, floor: bool = False) -> Pair:
         """Returns what two numbers become. With a `floor` negative ones become 0."""
         ...
@@ -162,9 +165,9 @@ class NativeFactor:
         """Returns the pairs in registers of their own."""
         return [ptx.move(self.words[i]) for i in range(cute.size(self.words))]
 
-    def multiply(self, acc: cute.Tensor, right: cute.Tensor) -> None:
-        """Starts to add its product with a right factor to an accumulator."""
-        wgmma.gemm(self.product, acc, self.fragment, right, accumulate=True)
+    def multiply(self, acc: cute.Tensor, right: cute.Tensor, *, accumulate: bool = True) -> None:
+        """Starts its product with a right factor."""
+        wgmma.gemm(self.product, acc, self.fragment, right, accumulate=accumulate)
 
 
 @final
@@ -182,6 +185,11 @@ class Native:
     def mma_dtype(self) -> str:
         """The dtype as instructions name it."""
         return ptx.MMA_DTYPE[self.dtype]
+
+    @property
+    def terms(self) -> Sequence[tuple[int, int]]:
+        """The one product."""
+        return ((0, 0),)
 
     def columns(self, count: int) -> int:
         """Returns a column for each number."""
@@ -247,12 +255,19 @@ class Native:
 class Split:
     """Two numbers in two words: both rounded to bfloat16, and what rounding has left of them in bfloat16."""
 
+    @property
+    def terms(self) -> Sequence[tuple[int, int]]:
+        """Three products."""
+        return TERMS
+
     def columns(self, count: int) -> int:
         """Returns a column for each number: the terms of a row lie one after the other."""
         return count
 
-    def pair(self, low: Float32, high: Float32) -> tuple[Int32, Int32]:
+    def pair(self, low: Float32, high: Float32, *, floor: bool = False) -> tuple[Int32, Int32]:
         """Returns the rounded numbers, then the rests."""
+        if floor:
+            low, high = (ptx.maximum(x, Float32(0.0), keep_nan=True) for x in (low, high))
         rounded = _BF16.pair(low, high)
         near = _BF16.numbers(rounded)
         return rounded, _BF16.pair(low - near[0], high - near[1])
@@ -276,6 +291,10 @@ class Split:
         """Returns the loader of both terms."""
         return lambda i, k: [load(i, k), load(i + blocks, k + steps)]
 
+    def left_factor(self, product: cute.TiledMma, shape: tuple[int, int]) -> SplitFactor:
+        """Returns registers for both terms of a left factor."""
+        return SplitFactor.of(product, shape)
+
     def fragment(self, word: Callable[[int], tuple[Int32, Int32]], n_blocks: int, m: int, k: int) -> list[Fragment]:
         """Returns the fragments of both terms."""
         found = [word((m * n_blocks + 2 * k) * 2 + i) for i in range(4)]
@@ -289,7 +308,7 @@ class Split:
         load_b: Callable[[int, int], list[Fragment]],
     ) -> None:
         """Adds three products. The product of both rests is smaller than what rounding the rests loses."""
-        mma.gemm(acc, shape, load_a, load_b, _BF16.mma_dtype, terms=_TERMS)
+        mma.gemm(acc, shape, load_a, load_b, _BF16.mma_dtype, terms=TERMS)
 
 
 @final
@@ -348,8 +367,7 @@ def product_words(spec: KernelSpec) -> FactorWords:
 
 def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
     """Returns what `product_words` does for a launch whose warpgroups multiply."""
-    assert spec.products == "native", spec.products
-    return Native(spec.product_dtype)
+    return Native(spec.product_dtype) if spec.products == "native" else Split()
 
 
 def crossing_words(spec: KernelSpec) -> MemoryWords:

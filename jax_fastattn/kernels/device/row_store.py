@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of a warpgroup's accumulator to global memory in words of 16 bits, from registers."""
+"""Stores of a warpgroup's accumulator to global memory, from registers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:
 
 @dataclass(frozen=True, eq=False)
 class RowStore:
-    """Where a lane stores its two rows of a result: 16 bytes a lane, 64 neighboring bytes of a row the quad.
+    """Where a lane stores its two rows of a result.
+
+    The quad stores 64 neighboring bytes of a row at once, 16 a lane; in float32 it is 32 bytes, 8 a lane.
 
     Attributes:
         address: returns the byte address of a row.
@@ -71,6 +73,9 @@ class RowStore:
         """
         for i, result in enumerate(rows):
             row = self.row + 8 * i
+            if self.words.columns(1) > 1:
+                self._store_single(acc, i, row, result)
+                continue
             address = self.address(row) + self.quad_lane * 16
             for block in range(0, self.columns // 8, 4):
                 pairs = [self._pair(acc, j, i, result) for j in range(block, block + 4)]
@@ -84,6 +89,16 @@ class RowStore:
 
                 cutlass.if_generate(stores, store)
 
+    def _store_single(self, acc: Accumulator, i: int, row: Int32, result: ResultRow) -> None:
+        """Stores row i of the lane's two in float32."""
+        address = self.address(row) + self.quad_lane * 8
+
+        def store() -> None:
+            for block in range(self.columns // 8):
+                ptx.store_global_pair(address + block * 32, *self.words.numbers(self._pair(acc, block, i, result)))
+
+        cutlass.if_generate(row < self.end, store)
+
     def store_live(self, acc: Accumulator, live: copies.Rows, factor: Float32 | None = None) -> None:
         """Stores an accumulator times a factor, and zeros in rows that are not live."""
         self.store(acc, self._results(live, factor))
@@ -96,7 +111,7 @@ class RowStore:
                 is_live = Boolean(is_live & (row >= live.begin))
             yield ResultRow(is_live, factor)
 
-    def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Int32:
+    def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Pair:
         """Returns the lane's two elements of a block of 8 columns, in row i of its two."""
         first = 4 * block + 2 * i
         return result.pair(acc[first], acc[first + 1], self.words)

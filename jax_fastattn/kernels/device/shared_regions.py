@@ -36,7 +36,9 @@ class SharedRegions:
         barriers = {name: cute.recast_ptr(base + offset, dtype=Int64) for name, offset in offsets.items()}
         return cls(table, base, base.toint(), barriers)
 
-    def tiles(self, name: str, dtype: Any, shape: tuple[int, int], count: int | None = None) -> cute.Tensor:
+    def tiles(
+        self, name: str, dtype: Any, shape: tuple[int, int], count: int | None = None, *, shift: int = 0
+    ) -> cute.Tensor:
         """Returns tiles `[rows, columns, stage]` of 16-bit elements in a region.
 
         Args:
@@ -44,10 +46,11 @@ class SharedRegions:
             dtype: the dtype of the elements.
             shape: rows and columns.
             count: number of tiles, which then follow each other without padding; by default each stage has one.
+            shift: at which byte of a stage the tile begins, a multiple of what a swizzle atom takes.
         """
         row = self.table[name]
         pitch = row.pitch // 2 if count is None else shape[0] * shape[1]
-        pointer = self.base + self.table.offset(name)
+        pointer = self.base + (self.table.offset(name) + shift)
         return wgmma.staged_tile(pointer, dtype, shape, row.count if count is None else count, pitch)
 
     def stage(self, name: str, index: Int32) -> Int32:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TMA loads: operands in global memory, and their copies to shared memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from cutlass import Int32, Int64, cute
@@ -33,22 +33,37 @@ class TmaOperand(NamedTuple):
     atom: cute.CopyAtom
     coordinates: cute.Tensor
 
-    def copy(self, shared: cute.Tensor, head: Int32, span: TmaRows) -> Callable[[Int32, Any, cute.Pointer], None]:
+    def copy(
+        self, shared: cute.Tensor, head: Int32, span: TmaRows, *, term: int = 0
+    ) -> Callable[[Int32, Any, cute.Pointer], None]:
         """Returns a function `(tile, stage, barrier)` by which a warp loads a tile of rows; TMA completes the barrier.
 
         Args:
             shared: `[rows, columns, stage]`.
             head: its index.
             span: the rows; tile 0 begins with the first one.
+            term: which term of the operand, if rows have several side by side.
         """
         shape = tuple(cute.size(shared, mode=[i]) for i in range(2))
-        tiles = cute.local_tile(span.tma_rows(self.coordinates, head), shape, (None, 0))
+        tiles = cute.local_tile(span.tma_rows(self.coordinates, head), shape, (None, term))
         inner, outer = cpasync.tma_partition(
             self.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
         def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
             cute.copy(self.atom, outer[None, tile], inner[None, stage], tma_bar_ptr=barrier)
+
+        return copy
+
+    def copy_terms(
+        self, shared: Sequence[cute.Tensor], head: Int32, span: TmaRows
+    ) -> Callable[[Int32, Any, cute.Pointer], None]:
+        """Returns what `copy` does, for all terms of the operand, each of which has tiles of its own."""
+        copies = [self.copy(x, head, span, term=i) for i, x in enumerate(shared)]
+
+        def copy(tile: Int32, stage: Any, barrier: cute.Pointer) -> None:
+            for copy_term in copies:
+                copy_term(tile, stage, barrier)
 
         return copy
 
@@ -112,8 +127,8 @@ class Box(NamedTuple):
     Attributes:
         pointer: where it is.
         batch, rows, heads: its sizes.
-        head_dim: its columns, a multiple of 8; a device integer if there is one head.
-        box_rows, box_columns: rows and columns of a copy; the columns are padded.
+        head_dim: its columns, of all terms, a multiple of 8; a device integer if there is one head.
+        box_rows, box_columns: rows and columns of a copy, of one term; the columns are padded.
     """
 
     pointer: Any
@@ -156,12 +171,12 @@ class TmaMemory(Protocol):
 
     @property
     def head_dim(self) -> int:
-        """Columns of Q and K, padded."""
+        """Columns of a term of Q and K, padded."""
         ...
 
     @property
     def v_head_dim(self) -> int:
-        """Columns of V and dO, padded."""
+        """Columns of a term of V and dO, padded."""
         ...
 
     @property
@@ -208,13 +223,14 @@ class Tma(NamedTuple):
         batch = Int32(1) if spec.packed else scalars.batch
         queries = (batch, scalars.query_length, scalars.num_heads)
         keys = (batch, scalars.key_length, scalars.num_heads // spec.group)
+        columns, v_columns = spec.row_columns
         dout = None
         if buffers.dout is not None:
-            dout = Box(buffers.dout, *queries, spec.v_head_dim, query_rows, memory.v_head_dim)
+            dout = Box(buffers.dout, *queries, v_columns, query_rows, memory.v_head_dim)
         return cls(
-            query=Box(buffers.query, *queries, spec.head_dim, query_rows, memory.head_dim),
-            key=Box(buffers.key, *keys, spec.head_dim, key_rows, memory.head_dim),
-            value=Box(buffers.value, *keys, spec.v_head_dim, key_rows, memory.v_head_dim),
+            query=Box(buffers.query, *queries, columns, query_rows, memory.head_dim),
+            key=Box(buffers.key, *keys, columns, key_rows, memory.head_dim),
+            value=Box(buffers.value, *keys, v_columns, key_rows, memory.v_head_dim),
             dout=dout,
             bias=cls._bias(spec, memory, buffers, scalars),
         )

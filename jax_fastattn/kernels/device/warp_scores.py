@@ -6,6 +6,7 @@ wgmma needs all four warps; what a single warp has to repeat, it computes with m
 an accumulator of `mma.py` with one block row, so the results land in the same registers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from cutlass import Int32, cute
@@ -34,14 +35,21 @@ def swizzled_offset(row: Any, step: Any, half: Any, rows: int, columns: int) -> 
 
 
 def warp_scores(
-    scores: cute.Tensor, query: Int32, key: Int32, *, warp: Int32, lane: Int32, keys: int, head_dim: int, mma_dtype: str
+    scores: cute.Tensor,
+    tiles: Sequence[tuple[Int32, Int32]],
+    *,
+    warp: Int32,
+    lane: Int32,
+    keys: int,
+    head_dim: int,
+    mma_dtype: str,
 ) -> None:
     """Returns S = Q K^T of the 16 rows of one warp.
 
     Args:
         scores: the wgmma accumulator `[64, keys]`, overwritten.
-        query: address of Q's tile `[64, head_dim]`, aligned to 1024 bytes like `key`.
-        key: address of K's tile `[keys, head_dim]`.
+        tiles: addresses of Q's tile `[64, head_dim]` and of K's tile `[keys, head_dim]`, aligned to 1024 bytes, for
+            each product of terms.
         warp: index of the warp in its warpgroup.
         lane: index of the lane in its warp.
         keys: keys of the tile, a multiple of 16.
@@ -55,7 +63,8 @@ def warp_scores(
     b_row, b_column = crossed_lane(lane)
 
     # It is unrolled: for accumulators that a loop carries ptxas found no place next to the main loop's accumulators.
-    for k in range(head_dim // 16):
+    steps = [(*pair, k) for pair in tiles for k in range(head_dim // 16)]
+    for i, (query, key, k) in enumerate(steps):
         a = ptx.ldmatrix(query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim))
         first = key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim)
         for block in range(keys // 16):
@@ -67,6 +76,6 @@ def warp_scores(
                 index = (2 * block + half) * 4
                 c = sums[index : index + 4]
                 sums[index : index + 4] = ptx.mma(a, b[2 * half : 2 * half + 2], c, dtype=mma_dtype)
-                if k == head_dim // 16 - 1:
+                if i == len(steps) - 1:
                     for e in range(4):
                         scores[index + e] = sums[index + e]

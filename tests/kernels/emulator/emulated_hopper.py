@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from emulated_backward import (
+    FORWARD_TOLERANCE,
     Sizes,
     compare_dbias,
     compare_dsinks_terms,
@@ -69,7 +70,7 @@ def check_forward(spec: KernelSpec, sizes: Sizes | None = None) -> None:
     if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
     found = run_forward(spec, sizes, arrays)
-    tolerance = 2**-7 if spec.operand_dtype == "bfloat16" else 2**-10
+    tolerance = FORWARD_TOLERANCE[spec.result_dtype]
     got = found["out"].astype(np.float64)
     np.testing.assert_allclose(got, out, atol=tolerance * np.abs(out).max(), rtol=tolerance)
     np.testing.assert_allclose(found["lse"], lse, atol=1e-4, rtol=1e-5)

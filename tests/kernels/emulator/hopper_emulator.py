@@ -507,7 +507,7 @@ class Warpgroup(Cta):
         if (accumulates := self.registers[operands[3]]).any():
             zeros = np.zeros(_WARPGROUP, np.float32)
             old = np.stack([self.get(x, np.float32) if x in self.registers else zeros for x in names])
-            pieces = np.where(accumulates, old, np.float32(0)) + pieces
+            pieces = self.add(np.where(accumulates, old, np.float32(0)), pieces)
         for name, piece in zip(names, pieces, strict=True):
             self.put(name, piece, active)
         self.busy = busy
@@ -516,6 +516,10 @@ class Warpgroup(Cta):
         for place in places:
             self.common.reads[place] += 1
         self.flying[-1].append(Product(names, factors, places))
+
+    def add(self, old: np.ndarray, product: np.ndarray) -> np.ndarray:
+        """Adds the product of a step to an accumulator. It rounds; tensor cores truncate."""
+        return old + product
 
     def fragment(self, names: tuple[str, ...], dtype: Any) -> np.ndarray:
         """A operand `[64, 16]` from registers."""

@@ -52,7 +52,7 @@ class ForwardConfig:
         keys: keys of a tile, a multiple of 16.
         stages: tiles of K or V in the ring, at least 2 (3 with overlap).
         overlap_qk_pv: whether Q K^T of the next tile is issued before P V of this one. Costs a second score
-            accumulator.
+            accumulator. Three products of bfloat16 take so long that other warpgroups fill the gaps.
         ping_pong: whether named barriers make the warpgroups issue their products in turns.
         blocks: CTAs that must fit on an SM together. Above 1 there is a single producer warp, and no setmaxnreg.
         persistent: whether the grid is as many CTAs as the GPU holds and each works on tile after tile, else one CTA
@@ -122,8 +122,9 @@ class SharedMemory:
     """Lays out the shared memory of a CTA: Q of each warpgroup, the ring of K and V, mbarriers, the next tile.
 
     Attributes:
-        head_dim: columns of Q and K in shared memory, padded.
-        v_head_dim: columns of V in shared memory, padded.
+        head_dim: columns of a term of Q and K in shared memory, padded.
+        v_head_dim: columns of a term of V in shared memory, padded.
+        terms: how many terms an operand has; each has a tile of its own, and those of a stage follow each other.
         has_tile_counter: whether CTAs get their tiles by the tile counter.
         feature_rows: rows that features add to the rows of the kernel.
     """
@@ -131,6 +132,7 @@ class SharedMemory:
     config: ForwardConfig
     head_dim: int
     v_head_dim: int
+    terms: int
     has_tile_counter: bool
     feature_rows: tuple[Row, ...] = ()
 
@@ -141,7 +143,12 @@ class SharedMemory:
         rows = stages.ring_rows(spec.codes, WARPGROUP_ROWS, config.keys, config.warpgroups)
         if key_nbytes := spec.cost.key_nbytes:
             rows = (*rows, Region(KEY_BIAS, config.keys * key_nbytes, config.stages, align=128))
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), has_tile_counter, rows)
+        columns = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
+        return cls(config, *columns, spec.terms, has_tile_counter, rows)
+
+    def tile_nbytes(self, rows: int, columns: int) -> int:
+        """Returns the bytes of a tile of an operand, with all of its terms."""
+        return self.terms * rows * columns * 2
 
     @property
     def box_rows(self) -> tuple[int, int]:
@@ -158,8 +165,8 @@ class SharedMemory:
         """Returns the regions and barriers; a stage of the ring holds a tile of K or of V."""
         config, warps, columns = self.config, 4 * self.config.warpgroups, max(self.head_dim, self.v_head_dim)
         rows: list[Row] = [
-            Region("query", WARPGROUP_ROWS * self.head_dim * 2, config.warpgroups, TILE_ALIGNMENT),
-            Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
+            Region("query", self.tile_nbytes(WARPGROUP_ROWS, self.head_dim), config.warpgroups, TILE_ALIGNMENT),
+            Region("ring", self.tile_nbytes(config.keys, columns), config.stages, TILE_ALIGNMENT),
             Barriers("ring_full", config.stages, arrive_count=1),
             Barriers("ring_empty", config.stages, arrive_count=warps),
             Barriers("query_full", config.warpgroups, arrive_count=1),
@@ -197,9 +204,31 @@ def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
     raise AssertionError(f"no forward variant fits {spec}")
 
 
+def split_obstacle(head_dim: int, v_head_dim: int) -> str:
+    """Returns why no variant has operands in two terms with these head dims; an empty string if one has."""
+    if max(head_dim, v_head_dim) > 128:
+        return "sums of key tiles take too many registers for head dims over 128"
+    return ""
+
+
+def _split_candidates(spec: KernelSpec, columns: int) -> tuple[ForwardConfig, ...]:
+    """Returns the variants for operands in two terms, with fewer and fewer stages.
+
+    The first term of Q, which has two of the three products, stays in registers.
+    """
+    keys, stages = next(row for limit, row in {64: (128, 6), 96: (96, 4), 128: (64, 5)}.items() if columns <= limit)
+    if spec.cost.score_nbytes:
+        keys, stages = (64 if columns <= 64 else 32), 8
+    config = ForwardConfig(2, keys, stages, overlap_qk_pv=False, ping_pong=True, persistent=True)
+    config = replace(config, q_in_regs=columns // 16, shares_bias=spec.matrix_bias)
+    return tuple(replace(config, stages=count) for count in range(stages, 2, -1))
+
+
 def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     """Returns the variants that may fit, best first; notebook/sm90.md has the sweeps that they come from."""
     columns, cost = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)), spec.cost
+    if spec.terms > 1:
+        return _split_candidates(spec, columns)
     if cost.score_nbytes:
         config = _with_stages(columns, cost.score_nbytes, short)
         return (replace(config, shares_bias=config.shares_bias and spec.matrix_bias),)

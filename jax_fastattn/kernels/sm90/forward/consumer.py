@@ -259,7 +259,7 @@ class ForwardConsumer:
         self.ping_pong.wait()
         self.products.start_scores(own.query_fragments, key_stage)
         value_stage = self.ring.consumer_wait()
-        self.products.add_values(value_stage)
+        self.products.start_values(value_stage)
         self.ping_pong.pass_on()
         own.edges.load_ahead(index, edge)
         warpgroup.wait_group(1)
@@ -298,5 +298,4 @@ class ForwardConsumer:
         if own.tile.bounds.kind.hides_first_keys:
             self.operands.zero_values(own.tile, index, lambda: stage)
         self.products.add_values(stage)
-        warpgroup.wait_group(0)
         self.ring.consumer_release(stage)

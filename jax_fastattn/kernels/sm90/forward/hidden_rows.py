@@ -32,8 +32,8 @@ class SharedOperands:
 
     def negate_query(self) -> None:
         """Flips the signs of this warpgroup's Q."""
-        nbytes = WARPGROUP_ROWS * self.call.memory.head_dim * 2
-        first = self.shared.query_address(self.lane.group) + self.lane.thread * 16
+        nbytes = self.call.memory.tile_nbytes(WARPGROUP_ROWS, self.call.memory.head_dim)
+        first = self.shared.query_addresses(self.lane.group)[0] + self.lane.thread * 16
         for start in range(0, nbytes, 16 * 128):
             chunk = ptx.load_shared_chunk(first + start)
             ptx.store_shared_chunk(first + start, [x ^ Int32(-0x7FFF8000) for x in chunk])
@@ -52,7 +52,7 @@ class SharedOperands:
             # All warps have loaded what they hold of the tile before. racecheck does not see that by `query_empty`,
             # the producer and TMA, which come in between.
             self._sync_warpgroup()
-            return [(self.shared.query_address(self.lane.group), self.call.memory.head_dim)]
+            return [(x, self.call.memory.head_dim) for x in self.shared.query_addresses(self.lane.group)]
 
         zeroing.zero_hidden_rows(
             WARPGROUP_ROWS,
@@ -74,7 +74,7 @@ class SharedOperands:
         rows = copies.Rows.live(live, tile.visit.tile(index) * config.keys, length=tile.keys.zeros_from())
         zeroing.zero_hidden_rows(
             config.keys,
-            lambda: [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)],
+            lambda: self._values(stage()),
             rows,
             threads=128,
             barrier=ForwardBarrier.WARPGROUP,
@@ -92,11 +92,16 @@ class SharedOperands:
 
         def zero() -> None:
             live = bits.live_rows(tile.visit.tile_of(entry))
-            zeroing.zero_dead_rows(keys, [(self.shared.stage_address(stage()), self.call.memory.v_head_dim)], live)
+            zeroing.zero_dead_rows(keys, self._values(stage()), live)
             cute.arch.fence_proxy("async.shared", space="cta")
             self._sync_warpgroup()
 
         cutlass.if_generate(Boolean(tile.visit.has_dead_rows(entry)), zero)
+
+    def _values(self, stage: Int32) -> list[tuple[Int32, int]]:
+        """Returns address and columns of each term of V in a stage."""
+        columns = self.call.memory.v_head_dim
+        return [(x, columns) for x in self.shared.stage_addresses(stage, columns)]
 
     def _sync_warpgroup(self) -> None:
         cute.arch.barrier(barrier_id=ForwardBarrier.WARPGROUP.at(self.lane.group), number_of_threads=128)

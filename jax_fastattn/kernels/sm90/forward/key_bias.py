@@ -35,7 +35,8 @@ def copy_with_keys(call: Call, shared: ForwardShared, tile: QueryTile, copy_key:
     Args:
         copy_key: copies K.
     """
-    keys, nbytes = call.config.keys, call.config.keys * call.memory.head_dim * 2
+    keys = call.config.keys
+    nbytes = call.memory.tile_nbytes(keys, call.memory.head_dim)
     if not call.spec.key_bias_parts:
         return copy_key, nbytes
     plane = Planes(call.scalars, call.spec.group).of_head(tile.score_head)

@@ -46,10 +46,11 @@ class ForwardProducer:
         """Loads Q of a tile, and the key tiles that it visits: the last K before Q, all others after it."""
         config, memory, tma, shared = self.call.config, self.call.memory, self.call.tma, self.shared
         visit, last = tile.visit, tile.visit.end - 1
-        copy_query = tma.query.copy(shared.query, tile.head, tile.queries)
-        copy_key = tma.key.copy(shared.key, tile.kv_head, tile.keys)
+        copy_query = tma.query.copy_terms(shared.query, tile.head, tile.queries)
+        copy_key = tma.key.copy_terms(shared.key, tile.kv_head, tile.keys)
         copy_key, key_nbytes = copy_with_keys(self.call, shared, tile, copy_key)
-        copy_value = tma.value.copy(shared.value, tile.kv_head, tile.keys)
+        copy_value = tma.value.copy_terms(shared.value, tile.kv_head, tile.keys)
+        value_nbytes = memory.tile_nbytes(config.keys, memory.v_head_dim)
 
         def load_key(index: Int32) -> None:
             self.ring.producer_load(copy_key, visit.tile(index), key_nbytes)
@@ -58,7 +59,7 @@ class ForwardProducer:
             self.features.producer_load(self.call.score, tile, visit.tile(index))
 
         def load_value(index: Int32) -> None:
-            self.ring.producer_load(copy_value, visit.tile(index), config.keys * memory.v_head_dim * 2)
+            self.ring.producer_load(copy_value, visit.tile(index), value_nbytes)
 
         def load_step(i: Int32) -> None:
             # With overlap, a consumer takes K of the next tile before V of this one.
@@ -82,7 +83,7 @@ class ForwardProducer:
             barrier = shared.query_full + group
             if config.persistent:
                 wgmma.wait(shared.query_empty + group, self.query_phase[0])
-            wgmma.expect(barrier, WARPGROUP_ROWS * memory.head_dim * 2)
+            wgmma.expect(barrier, memory.tile_nbytes(WARPGROUP_ROWS, memory.head_dim))
             copy_query(tile.index * config.warpgroups + group, group, barrier)
         self.query_phase[0] = self.query_phase[0] ^ 1
         cutlass.if_generate(some, load_rest)

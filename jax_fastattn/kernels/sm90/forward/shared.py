@@ -27,9 +27,9 @@ class ForwardShared:
     Attributes:
         memory: the table, with the config.
         regions: the rows of the table.
-        query: `[rows, columns, warpgroup]`.
-        key: the ring as tiles of K, `[keys, columns, stage]`.
-        value: the ring as tiles of V, `[keys, columns, stage]`.
+        query: `[rows, columns, warpgroup]` of each term.
+        key: the ring as tiles of K, `[keys, columns, stage]` of each term.
+        value: the ring as tiles of V, `[keys, columns, stage]` of each term.
         full: barriers of the stages that TMA completes.
         empty: barriers of the stages on which every consumer warp arrives.
         query_full: barriers of the Q of each warpgroup that TMA completes.
@@ -39,9 +39,9 @@ class ForwardShared:
 
     memory: SharedMemory
     regions: SharedRegions
-    query: cute.Tensor
-    key: cute.Tensor
-    value: cute.Tensor
+    query: list[cute.Tensor]
+    key: list[cute.Tensor]
+    value: list[cute.Tensor]
     full: cute.Pointer
     empty: cute.Pointer
     query_full: cute.Pointer
@@ -53,12 +53,17 @@ class ForwardShared:
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
         config = memory.config
         regions = SharedRegions.of(memory.table, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024))
+
+        def tiles(name: str, rows: int, columns: int) -> list[cute.Tensor]:
+            nbytes = rows * columns * 2
+            return [regions.tiles(name, dtype, (rows, columns), shift=i * nbytes) for i in range(memory.terms)]
+
         return cls(
             memory=memory,
             regions=regions,
-            query=regions.tiles("query", dtype, (WARPGROUP_ROWS, memory.head_dim)),
-            key=regions.tiles("ring", dtype, (config.keys, memory.head_dim)),
-            value=regions.tiles("ring", dtype, (config.keys, memory.v_head_dim)),
+            query=tiles("query", WARPGROUP_ROWS, memory.head_dim),
+            key=tiles("ring", config.keys, memory.head_dim),
+            value=tiles("ring", config.keys, memory.v_head_dim),
             full=regions.barriers["ring_full"],
             empty=regions.barriers["ring_empty"],
             query_full=regions.barriers["query_full"],
@@ -86,10 +91,14 @@ class ForwardShared:
                 )
         cute.arch.fence_proxy("async.shared", space="cta")
 
-    def query_address(self, group: Int32) -> Int32:
-        """Returns the address of a warpgroup's Q."""
-        return self.regions.stage("query", group)
+    def query_addresses(self, group: Int32) -> list[Int32]:
+        """Returns the address of each term of a warpgroup's Q."""
+        return self._addresses("query", group, WARPGROUP_ROWS * self.memory.head_dim * 2)
 
-    def stage_address(self, stage: Int32) -> Int32:
-        """Returns the address of a stage of the ring."""
-        return self.regions.stage("ring", stage)
+    def stage_addresses(self, stage: Int32, columns: int) -> list[Int32]:
+        """Returns the address of each term of a stage of the ring, given the columns of a term."""
+        return self._addresses("ring", stage, self.memory.config.keys * columns * 2)
+
+    def _addresses(self, name: str, index: Int32, pitch: int) -> list[Int32]:
+        first = self.regions.stage(name, index)
+        return [first, *(first + term * pitch for term in range(1, self.memory.terms))]

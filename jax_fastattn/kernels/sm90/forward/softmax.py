@@ -253,11 +253,11 @@ class OnlineSoftmax:
 
     def _recompute(self, stage: Int32, weights: Weights) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
-        memory = self.call.memory
+        memory, shared = self.call.memory, self.shared
+        query, key = shared.query_addresses(self.lane.group), shared.stage_addresses(stage, memory.head_dim)
         warp_scores.warp_scores(
             self.products.scores,
-            self.shared.query_address(self.lane.group),
-            self.shared.stage_address(stage),
+            [(query[i], key[j]) for i, j in self.products.words.terms],
             warp=self.lane.warp,
             lane=self.lane.thread % 32,
             keys=self.call.config.keys,
