@@ -81,7 +81,7 @@ def attention_reference(spec: AttentionSpec, operands: Operands) -> tuple[jax.Ar
     # They are hidden before the cap as well as after it: NaN times the zero cotangent of an invisible logit is NaN.
     logits = jnp.where(visible, logits, 0.0)
     if spec.score_mod is not None:
-        logits = _of_pairs(spec, operands, visible, logits)
+        logits = of_pairs(spec, operands, visible, logits)
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
     logits = jnp.where(visible, logits, -jnp.inf)
@@ -170,11 +170,11 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     if operands.mask is not None:
         terms.append(by_query_head(operands.mask, num_heads))
     if spec.mask_mod is not None:
-        terms.append(_of_pairs(spec, operands))
+        terms.append(of_pairs(spec, operands))
     return functools.reduce(jnp.logical_and, terms)
 
 
-def _of_pairs(
+def of_pairs(
     spec: AttentionSpec, operands: Operands, visible: jax.Array | None = None, scores: jax.Array | None = None
 ) -> jax.Array:
     """Returns what `score_mod` makes of scores, or `mask_mod` without scores, for all pairs `[B, N, T, S]`.

@@ -70,10 +70,11 @@ def kernel_key(spec: KernelSpec) -> str:
 def sources_digest() -> str:
     """Returns a digest of the sources that an object is compiled from.
 
-    Kernels take a constant from `limits.py`, and what instructions mean from `programs/code.py`.
+    Kernels take a constant from `limits.py`, and what instructions mean from two files of `programs/`.
     """
     package = Path(__file__).parents[1]
-    others = [package / "compilation" / "compiler.py", package / "programs" / "code.py", package / "limits.py"]
+    codes = [package / "programs" / name for name in ["code.py", "analysis.py"]]
+    others = [package / "compilation" / "compiler.py", *codes, package / "limits.py"]
     return files.digest(package, sorted((package / "kernels").rglob("*.py")) + others)
 
 

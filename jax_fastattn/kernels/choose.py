@@ -24,8 +24,6 @@ from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
-from jax_fastattn.programs.code import Code as Program
-from jax_fastattn.programs.code import places
 from jax_fastattn.spec import AttentionSpec, Problem, is_known
 
 # The Hopper forward has configs of its own up to these T and S, where a row has few tiles.
@@ -216,20 +214,9 @@ def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> Kerne
         query_offset="query_offset" in spec.present,
         mask="mask" in spec.present,
         segment_ids="query_segment_ids" in spec.present,
-        features=_mask_function(spec),
+        features=codes.mask_function(spec.score_mod, spec.mask_mod),
         config=config,
     )
-
-
-def _mask_function(spec: AttentionSpec) -> tuple[Code, ...]:
-    """Returns the feature of the prepass that evaluates a mask function; none without one."""
-    if not isinstance(spec.mask_mod, Program):
-        return ()
-    of_score, of_mask = places((spec.score_mod, spec.mask_mod))
-    rows: dict[str, int] = {}
-    for place in (*of_score, *of_mask):
-        rows[place.operand] = rows.get(place.operand, 0) + max(place.plane.length, 1)
-    return (codes.mask_mod(spec.mask_mod, tuple(of_mask), rows),)
 
 
 def prepass_configs(kernel: KernelSpec) -> list[PrepassConfig]:
@@ -317,7 +304,7 @@ def reads_pages(problem: Problem) -> bool:
 
 def _has_placed_features(problem: Problem) -> bool:
     """Returns whether a feature asks where a score lies, see `Code.is_placed`."""
-    return any(code.is_placed for code in _features(problem.spec, "decode"))
+    return any(code.is_placed for code in _features(problem, "decode", "sm80"))
 
 
 def _fills_gpu(problem: Problem) -> bool:
@@ -330,15 +317,17 @@ def forward_spec(problem: Problem, arch: str) -> KernelSpec:
     return kernel_spec(problem, "decode" if splits_keys(problem_by_rows(problem)) else "forward", arch)
 
 
-def _features(spec: AttentionSpec, op: str) -> tuple[Code, ...]:
+def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
     """Returns the features of a call, in the order in which logits pass through them."""
+    spec = problem.spec
     has_sinks = "sinks" in spec.present
     chosen = {
         codes.EXACT_SOFT_CAP if has_sinks else codes.SOFT_CAP: spec.logits_soft_cap is not None,
         codes.SINKS: has_sinks and op != "backward",
         codes.DROPOUT: "dropout" in spec.present,
     }
-    return tuple(code for code, is_present in chosen.items() if is_present)
+    functions = codes.score_function(spec.score_mod, problem.score_planes, exact=has_sinks or family == "sm80")
+    return (*functions, *(code for code, is_present in chosen.items() if is_present))
 
 
 def kernel_spec(
@@ -382,7 +371,7 @@ def kernel_spec(
         bias=bias,
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,
-        features=_features(spec, op),
+        features=_features(problem, op, family),
         products=products,
         family=family,
     )

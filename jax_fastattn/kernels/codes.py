@@ -9,10 +9,12 @@ A code holds no device value and is made without the compiler. It names the clas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+from jax_fastattn.programs import analysis
 from jax_fastattn.programs.code import Code as Program
-from jax_fastattn.programs.code import Place
+from jax_fastattn.programs.code import HasPlanes, Place, places
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,148 @@ def staged_places(places: tuple[Place, ...]) -> tuple[Place, ...]:
     return tuple(place for place in places if place.plane.kind in ("query", "key", "distance"))
 
 
-def mask_mod(program: Program, places: tuple[Place, ...], rows: dict[str, int]) -> Code:
-    """Returns the code of a mask function, which the prepass evaluates.
+def mask_function(score_mod: HasPlanes | None, program: object) -> tuple[Code, ...]:
+    """Returns the feature of the prepass that evaluates a mask function; none without one.
+
+    Args:
+        score_mod: the score function of the call, whose planes come first in their operands.
+        program: the mask function.
+    """
+    if not isinstance(program, Program):
+        return ()
+    of_score, of_mask = places((score_mod, program))
+    rows: dict[str, int] = {}
+    for place in (*of_score, *of_mask):
+        rows[place.operand] = rows.get(place.operand, 0) + max(place.plane.length, 1)
+    operands = _plane_operands(tuple(of_mask))
+    constants = program, tuple(of_mask), tuple(sorted((name, rows[name]) for name, _ in operands))
+    feature = "jax_fastattn.kernels.prepass.program:MaskProgram"
+    return (Code("mask function", feature, constants=constants, operands=operands),)
+
+
+def _plane_operands(found: tuple[Place, ...]) -> tuple[tuple[str, str], ...]:
+    """Returns name and dtype of each operand with planes."""
+    dtypes = {place.operand: "float32" if place.plane.dtype == "f" else "int32" for place in found}
+    return tuple(sorted(dtypes.items()))
+
+
+# Planes of queries, keys and distances have this many zeros at their ends, so that all rows of a tile find a number.
+PLANE_PADDING = 256
+
+# Kernels have these instructions of scores.
+SCORE_OPS = MASK_OPS - {"table"} | frozenset(
+    ("score", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt")
+)
+
+
+# A term of a score function counts as this many registers of a lane, and as the second number if it reads planes of
+# queries, keys or distances.
+TERM_REGISTERS, READING_REGISTERS = 3, 6
+
+
+class PlaneOperand(NamedTuple):
+    """An operand with planes of a score function.
+
+    Attributes:
+        name: see `spec.Operands`.
+        planes: how many.
+        per_batch, per_head: whether batch entries or query heads have their own.
+    """
+
+    name: str
+    planes: int
+    per_batch: bool
+    per_head: bool
+
+
+@dataclass(frozen=True)
+class ScoreParts:
+    """What a compile key holds of a score function.
+
+    Attributes:
+        code: the function.
+        places: where each of its planes is.
+        plane_operands: the operands with these planes.
+        exact: whether the tanh of a score is exact, see `features/softcap.py`.
+    """
+
+    code: Program
+    places: tuple[Place, ...]
+    plane_operands: tuple[PlaneOperand, ...]
+    exact: bool
+
+    @cached_property
+    def operands(self) -> dict[str, PlaneOperand]:
+        """The operands by name."""
+        return {x.name: x for x in self.plane_operands}
+
+    @cached_property
+    def depends(self) -> list[frozenset[str]]:
+        """What each value depends on, see `analysis.depends`."""
+        return analysis.depends(self.code)
+
+    @property
+    def reads_none(self) -> bool:
+        """Whether there are no planes except for numbers of heads."""
+        return all(place.plane.kind == "head" for place in self.places)
+
+    @property
+    def head_values(self) -> list[int]:
+        """The values that the head alone decides."""
+        return [i for i, depends in enumerate(self.depends) if not depends]
+
+    @cached_property
+    def terms(self) -> list[tuple[int, int]]:
+        """Sign and value of each term of a function that adds them; none of another one."""
+        return analysis.terms(self.code) or []
+
+    @cached_property
+    def makes_planes_finite(self) -> bool:
+        """Whether a backward launch gets numbers of planes that are finite.
+
+        A row that sees a NaN has a log-sum-exp of NaN, which is enough.
+        """
+        return analysis.keeps_nan(self.code)
+
+    def is_tame(self, result: int) -> bool:
+        """Whether a result is a finite number in the backward pass, even for a row past the end of the sequence."""
+        results = self.code.results[result : result + 1]
+        return analysis.is_tame(self.code, results, finite_planes=self.makes_planes_finite)
+
+    @property
+    def slope_is_one(self) -> bool:
+        """Whether the derivative by the score is 1."""
+        return self.code.instructions[self.code.results[1]] == ("const", "1.0")
+
+    @cached_property
+    def factored(self) -> tuple[int, float | None]:
+        """The value that a last product with a known positive number multiplies, and that number; else None for it."""
+        result = self.code.results[0]
+        op, *args = self.code.instructions[result]
+        for x, y in (args, args[::-1]) if op == "mul" else ():
+            if analysis.is_number(self.code, y) and (number := float(self.code.instructions[y][1])) > 0:
+                return x, number
+        return result, None
+
+
+def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *, exact: bool) -> tuple[Code, ...]:
+    """Returns the feature that evaluates a score function; none without one, or if it has no code.
 
     Args:
         program: the function.
-        places: where its planes are.
-        rows: how many planes, or numbers of tables, each operand has in all.
+        shapes: name, b and n of each operand that has its planes.
+        exact: see `ScoreParts`.
     """
-    dtypes = {place.operand: "float32" if place.plane.dtype == "f" else "int32" for place in places}
-    return Code(
-        "mask function",
-        "jax_fastattn.kernels.prepass.program:MaskProgram",
-        constants=(program, places, tuple(sorted((name, rows[name]) for name in dtypes))),
-        operands=tuple(sorted(dtypes.items())),
-    )
+    if not isinstance(program, Program):
+        return ()
+    found = tuple(places((program,))[0])
+    operands = [
+        PlaneOperand(name, sum(place.operand == name for place in found), batch > 1, heads > 1)
+        for name, batch, heads in shapes
+    ]
+    parts = ScoreParts(program, found, tuple(operands), exact)
+    name, hooks = ("TermProgram", ("logit", "term")) if parts.terms else ("ScoreProgram", ("logit",))
+    feature = f"{_FEATURES}.program.score:{name}"
+    registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
+    operands = _plane_operands(found)
+    return (Code("score function", feature, hooks, constants=(parts,), operands=operands, registers=registers),)

@@ -310,13 +310,19 @@ class Score:
         """Returns P of a product, and dS, given dP - delta; see `gradient`, which needs one register more for a cap."""
         probability, slope = self._probability(x, lse2, at)
         dscore = probability * change
-        return probability, dscore if slope is None else dscore * slope()
+        return probability, dscore if slope is None else self.sloped(probability, dscore, slope())
 
     def gradient(self, x: Float32, lse2: Float32, at: Element, edge: Edge | None = None) -> tuple[Float32, Float32]:
         """Returns P of a product, and its weight; 0 where an edge tile hides them."""
         probability, slope = self._probability(x, lse2, at)
-        weight = probability if slope is None else probability * slope()
+        weight = probability if slope is None else self.sloped(probability, probability, slope())
         return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
+
+    def sloped(self, probability: Float32, x: Float32, slope: Float32) -> Float32:
+        """Returns P, or what it is a factor of, times a slope; 0 where P is 0, even if the slope is no number there."""
+        if any(feature.has_wild_slopes() for feature in _with(self.features, "has_wild_slopes")):
+            return ptx.where(probability == Float32(0.0), Float32(0.0), x * slope)
+        return x * slope
 
     def _probability(self, x: Float32, lse2: Float32, at: Element) -> tuple[Float32, Callable[[], Float32] | None]:
         """Returns P of a product, and the derivative of its logit; None for 1."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,13 +19,13 @@ from jax_fastattn.kernels.choose import (
     mask_mod_bits_fit,
     prepass_configs,
 )
-from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, staged_places
+from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, staged_places
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.code import Code, places
-from jax_fastattn.spec import Problem, is_known
+from jax_fastattn.spec import PLANES, Problem, is_known
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
@@ -35,8 +36,8 @@ _WIDE_NBYTES = 128 << 10
 # fmt: off
 Kind = Literal[
     "implementation", "empty", "platform", "installation", "derivative",
-    "architecture", "dtype", "precision", "few_queries", "head_dim", "symbolic", "length", "program", "mask_mod",
-    "dropout",
+    "architecture", "dtype", "precision", "few_queries", "head_dim", "symbolic", "length", "score_mod", "mask_mod",
+    "dropout", "captured",
 ]
 # fmt: on
 
@@ -63,7 +64,6 @@ _REMEDIES: dict[Kind, str] = {
     "dtype": "cast query, key and value to bfloat16",
     "precision": 'set `jax.default_matmul_precision` to "default", or cast query, key and value to bfloat16',
     "few_queries": "cast query, key and value to bfloat16",
-    "program": 'pass `implementation="xla"`, or an array as `bias` or `mask`',
     "dropout": 'pass `implementation="xla"`, or `dropout_rate=0.0`',
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
@@ -114,11 +114,11 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
             "length",
             f"a length is {longest}; with a mask or segment ids the kernels take at most {MAX_LISTED_LENGTH}",
         ),
-        (problem.spec.score_mod is None, "program", "no kernel evaluates `score_mod` yet"),
     ]
     if "dropout" in problem.spec.present:
         checks += _dropout_checks(problem, arch)
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
+    found += [Reason("score_mod", *why) for why in _score_mod_reasons(packed, longest)]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(packed)]
     if problem.spec.mask_mod is not None and arch and not found and not mask_mod_bits_fit(problem, arch):
         text = f"the bits of `mask_mod` would take more than {MAX_BITS_NBYTES >> 20} MiB in a pass"
@@ -150,6 +150,36 @@ _FEWER_BITS = (
     "kernels take segment ids, lengths and windows of any size; a function that reads neither `b` nor `h` has bits of "
     "one entry and head"
 )
+
+
+def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
+    """Returns why no kernel evaluates a score function, each with the remedy."""
+    program = problem.spec.score_mod
+    if program is None:
+        return []
+    if problem.num_sequences:
+        return [("no kernel evaluates `score_mod` of packed sequences", 'pass `implementation="xla"`')]
+    if not isinstance(program, Code):
+        return [(f"`score_mod` has no code, because {program.reason}", "or pass an array as `bias`")]
+    found: list[tuple[str, str]] = []
+    if longest > MAX_LISTED_LENGTH:
+        text = f"a length is {longest}; with a `score_mod` the kernels take at most {MAX_LISTED_LENGTH}"
+        found.append((text, 'pass `implementation="xla"`'))
+    if unknown := sorted({op for op, *_ in program.instructions} - SCORE_OPS):
+        text = f"`score_mod` computes {', '.join(f'`{op}`' for op in unknown)}, which has no instruction in the kernels"
+        found.append((text, "compute it ahead of the call"))
+    return found
+
+
+def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
+    """Returns every reason why no CUDA kernel computes gradients of operands that are wanted, if it runs the call."""
+    kinds = [name.partition("_")[0] for name in wanted if name in PLANES]
+    if not kinds:
+        return []
+    words = {"head": "heads", "query": "queries", "key": "keys", "distance": "distances", "table": "pairs"}
+    listed = ", ".join(words[kind] for kind in kinds)
+    text = f"no kernel computes gradients of arrays that `score_mod` captures, for numbers of {listed}"
+    return [Reason("captured", text, 'pass `implementation="xla"`, or stop their gradient')]
 
 
 def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:

@@ -70,10 +70,11 @@ def note_gradient(spec: AttentionSpec, operands: Sequence[Any], wanted: Collecti
     ahead.note(_launches, arrays, spec=spec, with_dlse=False, wanted=wanted_names(wanted))
 
 
-def _launches(*arrays: Any, spec: AttentionSpec, **params: Any) -> Any:
+def _launches(*arrays: Any, spec: AttentionSpec, wanted: Names, **params: Any) -> Any:
     """Traces the launches of a gradient that is lowered for CUDA, if it runs the kernels; see `ahead.note`."""
     problem = Problem.of(spec, spec.operands(arrays[: len(spec.present)]))
-    return _gradients(cuda.backward, arrays, spec, **params) if dispatch.has_kernels(problem) else ()
+    has_kernels = dispatch.has_kernels(problem, wanted)
+    return _gradients(cuda.backward, arrays, spec, wanted=wanted, **params) if has_kernels else ()
 
 
 def _gradients(run: Any, arrays: Any, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[jax.Array]:
@@ -87,9 +88,10 @@ def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> list[jax.Ar
     return _gradients(functools.partial(xla.backward, tuning=tuning), arrays, **params)
 
 
-def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
+def _cuda(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, wanted: Names, **params: Any) -> Any:
     problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
-    if not dispatch.takes_cuda(problem):
+    params |= {"wanted": wanted}
+    if not dispatch.takes_cuda(problem, wanted):
         return _lower_xla(ACCELERATOR, ctx, *values, spec=spec, **params)
     return abstract.lower_on_one_device(lambda *arrays: _gradients(cuda.backward, arrays, spec, **params), ctx, *values)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,7 @@ from jax_fastattn.kernels.support import (
     describe_kernels,
     describe_lists,
     describe_portable_forward,
+    gradient_reasons,
     speed_note,
     unsupported_reasons,
 )
@@ -86,14 +88,19 @@ def cuda_reasons(problem: Problem) -> list[Reason]:
     return found
 
 
-def has_kernels(problem: Problem) -> bool:
-    """Returns whether a call that is lowered for CUDA runs the kernels, and neither warns nor raises."""
+def has_kernels(problem: Problem, wanted: Collection[str] = ()) -> bool:
+    """Returns whether a call that is lowered for CUDA runs the kernels, and neither warns nor raises.
+
+    Args:
+        wanted: the operands whose gradients are computed; none for a forward pass.
+    """
     sizes_are_known = not problem.is_empty and not problem.symbolic_sizes
-    return problem.spec.implementation != "xla" and sizes_are_known and not cuda_reasons(problem)
+    reasons = gradient_reasons(problem, wanted)
+    return problem.spec.implementation != "xla" and sizes_are_known and not (cuda_reasons(problem) or reasons)
 
 
-def takes_cuda(problem: Problem) -> bool:
-    """Returns whether a call that is lowered for CUDA runs the kernels.
+def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
+    """Returns whether a call that is lowered for CUDA runs the kernels; see `has_kernels`.
 
     Raises:
         NotImplementedError: `implementation` is "cuda" and no kernel can run the call; the message lists every reason.
@@ -101,7 +108,7 @@ def takes_cuda(problem: Problem) -> bool:
     implementation = problem.spec.implementation
     if implementation == "xla" or problem.is_empty:
         return False
-    reasons = cuda_reasons(problem)
+    reasons = cuda_reasons(problem) + gradient_reasons(problem, wanted)
     if reasons and implementation == "cuda":
         raise _refusal(reasons)
     # The XLA path is what a caller has asked for who sets such a precision.

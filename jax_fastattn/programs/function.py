@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn.programs import analysis
 from jax_fastattn.programs.code import Code, Plane
 from jax_fastattn.programs.trace import Graph, Value, evaluate
 
@@ -105,7 +106,10 @@ def words(name: str, program: Program | None) -> str:
         return f"`{name}` is evaluated as it stands, because {program.reason}"
     kinds = ", ".join(plane.kind for plane in program.planes)
     planes = f"{len(program.planes)} plane{'s' * (len(program.planes) != 1)}{f' ({kinds})' * bool(kinds)}"
-    return f"`{name}` has {planes} and {len(program.instructions)} instructions"
+    adds = name == "score_mod" and analysis.terms(program) is not None
+    return (
+        f"`{name}` has {planes} and {len(program.instructions)} instructions{', and adds a term to the score' * adds}"
+    )
 
 
 def _captured(graph: Graph) -> list[Value]:

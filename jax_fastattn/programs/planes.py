@@ -32,6 +32,12 @@ def own_sizes(programs: Sequence[Program | None], number: int, operands: Any) ->
     return max((x[0] for x in shapes), default=1), max((x[1] for x in shapes), default=1)
 
 
+def shapes_of(program: Program | None, operands: Any) -> tuple[tuple[str, int, int], ...]:
+    """Returns name, b and n of each operand that has planes of the first program of a call."""
+    names = sorted({place.operand for place in places((program,))[0]})
+    return tuple((name, *getattr(operands, name).shape[:2]) for name in names)
+
+
 def stack(programs: Sequence[Program | None], arrays: Sequence[Sequence[jax.Array]]) -> dict[str, jax.Array]:
     """Returns operands by name from the planes `[b, n, L]` of each program."""
     found: dict[str, list[jax.Array]] = {}

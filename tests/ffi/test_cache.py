@@ -503,6 +503,7 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
         "compilation/compiler.py",
         "limits.py",
         "programs/code.py",
+        "programs/analysis.py",
         "kernels/sm80/forward/kernel.py",
         "kernels/device/mma.py",
     ):
@@ -526,7 +527,9 @@ def test_kernel_sources_are_in_the_key(compiler_version: None, tmp_path: Path, m
     keys.append(key())
     (tmp_path / "programs/code.py").write_text("a = 5\n")
     keys.append(key())
-    assert len(set(keys)) == 6
+    (tmp_path / "programs/analysis.py").write_text("a = 6\n")
+    keys.append(key())
+    assert len(set(keys)) == 7
     (tmp_path / "compilation/cache.py").write_text("a = 4\n")
     assert key() == keys[-1], "no part of an object"
     cache.sources_digest.cache_clear()

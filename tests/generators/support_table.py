@@ -20,6 +20,7 @@ from jax_fastattn.spec import Problem
 
 _BASE = Case(dtype="bfloat16", group=2)
 _CODE = Code((("const", "True"),), "b", (0,))
+_SCORE = Code((("score",), ("const", "1.0")), "ff", (0, 1))
 
 # Each entry is what a row says, and the changes that make a problem with it.
 FEATURES: dict[str, dict[str, Any]] = {
@@ -95,12 +96,13 @@ def problems() -> dict[str, Problem]:
         "`deterministic`": with_spec(base, deterministic=True),
         "`mask_mod`, a function with code": with_spec(base, mask_mod=_CODE),
         "`mask_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], mask_mod=_CODE),
-        "`score_mod`": with_spec(base, score_mod=_CODE),
+        "`score_mod`, a function with code": with_spec(base, score_mod=_SCORE),
+        "`score_mod` of `attention_varlen`": with_spec(found["`attention_varlen`"], score_mod=_SCORE),
         "`dropout_rate`": dropped,
         "a block of 40 rows of `dropout_rate` in a ring": with_spec(
             dataclasses.replace(dropped, query_length=40, key_length=40), is_part=True
         ),
-        "both of `dropout_rate` and `score_mod`": with_spec(dropped, score_mod=_CODE),
+        "both of `dropout_rate` and `score_mod`": with_spec(dropped, score_mod=_SCORE),
         "float64": dataclasses.replace(base, dtype="float64"),  # no case: its arrays would need x64
         '32 bits at the precision "highest"': dataclasses.replace(
             found["float32"], spec=dataclasses.replace(base.spec, precision="highest")

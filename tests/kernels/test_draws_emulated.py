@@ -21,6 +21,7 @@ import emulated_draws
 import emulated_ops
 import jax.numpy as jnp
 from testing.combinations import features_of
+from testing.random_functions import has_random_score
 
 from jax_fastattn.cases.case import Case
 
@@ -51,6 +52,12 @@ def test_samples_have_masks_ids_functions_and_biases(arch: str) -> None:
         features = [features_of(case) & sorts for case in emulated_draws.draws(seed, DRAWS, arch)]
         assert [bool(has - {"bias"}) for has in features] == [True, False, True, True, False]
         assert set().union(*features) == sorts and not features[-1]
+
+
+def test_samples_have_functions_of_scores() -> None:
+    for arch in emulated_draws.ARCHS:
+        cases = [case for case in emulated_draws.draws(34, 24, arch) if case.packed is None]
+        assert 6 <= sum(map(has_random_score, cases)) <= len(cases) - 6
 
 
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])

@@ -501,21 +501,45 @@ def test_sizes_of_zero(sizes: dict[str, int]) -> None:
     assert not jax.grad(lambda *x: run(*x).sum(), argnums=2)(*arrays).any()
 
 
+def without_code(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return jnp.sort(jnp.stack([s, 1.0 * q]))[0]
+
+
 def test_the_kernels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     given = {x: y.astype(jnp.bfloat16) for x, y in mods.draw().items()}
-    options: dict[str, Any] = {"score_mod": SCORES["alibi"][0](mods.array("alibi")), "mask_mod": MASKS["sorted"]}
+    options: dict[str, Any] = {"score_mod": without_code, "mask_mod": MASKS["sorted"]}
     calls.lower_for_cuda(monkeypatch, tmp_path)
     with pytest.raises(NotImplementedError) as caught:
         calls.cuda_text(lambda x: attention(**x, **options, implementation="cuda"), given)
-    assert "no kernel evaluates `score_mod` yet" in str(caught.value)
+    assert "`score_mod` has no code, because `" in str(caught.value)
     assert "`mask_mod` has no code, because `" in str(caught.value)
     with pytest.warns(UserWarning, match="takes the XLA path for the call at .*test_programs.py.*`score_mod`"):
         text = calls.cuda_text(lambda x: attention(**x, **options), given)
     assert "jax_fastattn_launch" not in text
     found = explain(**given, **options, arch="sm_90a")
-    assert found.implementation == "xla" and "no kernel evaluates `score_mod` yet" in found.reasons
-    assert "`score_mod` has 1 plane (head) and 7 instructions" in found.note
+    assert found.implementation == "xla" and found.reasons[0].startswith("`score_mod` has no code, because ")
+    assert "`score_mod` is evaluated as it stands, because `" in found.note
     assert "`mask_mod` is evaluated as it stands, because `" in found.note and "has no instruction" in found.note
+
+
+def test_kernels_compute_gradients_of_what_they_read_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """If the gradient of a captured array is wanted, the backward pass takes the XLA path, and says so."""
+    given, slopes = {x: y.astype(jnp.bfloat16) for x, y in mods.draw().items()}, mods.array("alibi")
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+
+    def loss(given: Any, slopes: Any, implementation: Any = None) -> jax.Array:
+        return attention(**given, score_mod=SCORES["alibi"][0](slopes), implementation=implementation).sum()
+
+    assert calls.cuda_text(jax.grad(loss), given, slopes).count("stablehlo.custom_call @jax_fastattn_launch") == 2
+    with pytest.warns(UserWarning, match="no kernel computes gradients of arrays that `score_mod` captures"):
+        assert (
+            calls.cuda_text(jax.grad(loss, argnums=1), given, slopes).count(
+                "stablehlo.custom_call @jax_fastattn_launch"
+            )
+            == 1
+        )
+    with pytest.raises(NotImplementedError, match="for numbers of heads"):
+        calls.cuda_text(jax.grad(lambda *x: loss(*x, "cuda"), argnums=1), given, slopes)
 
 
 @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])

@@ -244,7 +244,7 @@ def _packed(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, 
     return {"first": first, "packed": tuple(draws.fitted(found, left) for found, left in both)}
 
 
-def _keys(case: Case) -> jax.Array:
+def keys_of(case: Case) -> jax.Array:
     """Returns the keys of the operands of a case, and of its cotangents."""
     return jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
 
@@ -254,7 +254,7 @@ def inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, jax.Array | 
 
     In float16, every second draw has small cotangents of the output, whose products with weights would underflow.
     """
-    operands_key, cotangents_key = _keys(case)
+    operands_key, cotangents_key = keys_of(case)
     dout, dlse = case.cotangents(cotangents_key)
     if case.dtype == "float16" and (case.draw or 0) % 2:
         dout = dout * np.float16(2.0**-6)
@@ -269,7 +269,7 @@ def evaluate(case: Case, spec: AttentionSpec, operands: Operands, dout: jax.Arra
         operands, dout, dlse: the arrays of the case, poisoned or not. If dlse is None, the log-sum-exp is not
             differentiated.
     """
-    captured = {} if case.mask_mod is None else case.captured(_keys(case)[0])
+    captured = {} if case.mask_mod is None else case.captured(keys_of(case)[0])
     if case.packed is not None:
         return draws.evaluate(case, spec, operands, dout, dlse, captured)
     attend = _mapped if case.vmapped else _call

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.reference import attention_reference, by_query_head, padding_rows, survival, visible_pairs
+from jax_fastattn.reference import attention_reference, by_query_head, of_pairs, padding_rows, survival, visible_pairs
 from jax_fastattn.spec import DIFFERENTIABLE, HIDDEN_BIAS, AttentionSpec, Gradients, Operands
 
 Attention = Callable[[AttentionSpec, Operands], tuple[jax.Array, jax.Array]]
@@ -177,6 +177,8 @@ def same_dtype_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.A
         bias = by_query_head(operands.bias, num_heads).astype(wide)
         logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
     logits = jnp.where(visible, logits, 0.0)
+    if spec.score_mod is not None:
+        logits = of_pairs(spec, operands, visible, logits)
     if spec.logits_soft_cap is not None:
         logits = jnp.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
     logits = jnp.where(visible, logits, -jnp.inf)

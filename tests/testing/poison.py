@@ -11,12 +11,14 @@ is added.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_fastattn.programs.code import places
 from jax_fastattn.reference import padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 
@@ -31,8 +33,9 @@ def poison(
 ) -> tuple[Operands, jax.Array, jax.Array | None]:
     """Returns operands and cotangents with the `values` of poison in everything that no result depends on.
 
-    These are queries that see no key and their `dout`, keys and values that no query sees, biases that no visible pair
-    reads, and `dlse` of padding rows and, without sinks, of every query that sees no key.
+    These are queries that see no key and their `dout`, keys and values that no query sees, biases and numbers of a
+    `score_mod` that no visible pair reads, and `dlse` of padding rows and, without sinks, of every query that sees no
+    key.
 
     Args:
         operands, dout, dlse: what is poisoned.
@@ -55,8 +58,36 @@ def poison(
         key=hide(operands.key, jnp.logical_not(seen)),
         value=hide(operands.value, jnp.logical_not(seen)),
         bias=bias,
+        **_hidden_numbers(spec, operands, pairs, hide),
     )
     return poisoned, hide(dout, jnp.logical_not(sees)), None if dlse is None else hide(dlse, unread)
+
+
+def _hidden_numbers(
+    spec: AttentionSpec, operands: Operands, pairs: jax.Array, hide: Callable[..., jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns floats of queries, keys and distances that `score_mod` reads, with poison where no pair reads them.
+
+    Args:
+        pairs: which pairs are visible, `[B, n, T, S]`.
+        hide: fills an array where another one is True.
+    """
+    found: dict[str, jax.Array] = {}
+    for place in places((spec.score_mod,))[0]:
+        kind = place.plane.kind
+        if place.plane.dtype != "f" or kind not in ("query", "key", "distance"):
+            continue
+        x: jax.Array = found[place.operand] if place.operand in found else getattr(operands, place.operand)
+        read = jnp.any(pairs, axis=3 if kind == "query" else 2)
+        if kind == "distance":
+            rows, columns = (jax.lax.iota(jnp.int32, size) for size in pairs.shape[2:])
+            read = jnp.zeros((*pairs.shape[:2], x.shape[3]), jnp.bool)
+            read = read.at[:, :, columns - rows[:, None] + len(rows)].max(pairs)
+        shared = tuple(axis for axis in range(2) if x.shape[axis] == 1)
+        read = jnp.any(read, axis=shared, keepdims=True)
+        plane = hide(x[:, :, place.start], jnp.broadcast_to(jnp.logical_not(read), x[:, :, place.start].shape), axis=2)
+        found[place.operand] = x.at[:, :, place.start].set(plane)
+    return found
 
 
 def visible_rows(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:

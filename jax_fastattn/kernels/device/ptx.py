@@ -141,6 +141,12 @@ def maximum(a: Float32, b: Float32, *, keep_nan: bool = False, loc: Any = None, 
 
 
 @dsl_user_op
+def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """Returns |x|, which most instructions take as an operand for nothing."""
+    return _asm("abs.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+
+
+@dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns 2^x by one MUFU (relative error 2^-22); exp2(-inf) = 0."""
     return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)

@@ -106,6 +106,10 @@ class Feature:
         """Returns the factor that `logit` leaves to what comes next; without this hook it is 1 (`Logit.plus`)."""
         raise NotImplementedError
 
+    def has_wild_slopes(self) -> bool:
+        """Returns whether a slope of `logit` may be no number where P is 0; without this hook none is."""
+        raise NotImplementedError
+
     def term(self, at: Element, less: Float32) -> Float32:
         """Returns what `logit` adds to a logit in base 2, less a number, if it adds something and does nothing else."""
         raise NotImplementedError

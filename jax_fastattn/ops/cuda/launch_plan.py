@@ -21,6 +21,7 @@ from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_bloc
 from jax_fastattn.ops.cuda.prepass import REPLACED, TileLists, kept_lists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
+from jax_fastattn.ops.cuda.score_planes import with_score_planes
 from jax_fastattn.ops.cuda.split import SPLIT, side_by_side
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
@@ -71,6 +72,7 @@ class LaunchPlan:
             arrays |= {name: x if x is None else _joined(x) for name, x in rows.items()}
             arrays |= _records(kernel, operands) | {"sequences": None}
         arrays |= bias_operands(kernel, arrays.pop("bias"), problem.key_length, problem.spec.scale)
+        arrays = with_score_planes(kernel, arrays)
         found = _lists(kernel, problem.spec, operands, kept)
         if found:
             arrays = {name: x for name, x in arrays.items() if name not in REPLACED or getattr(kernel, name, False)}

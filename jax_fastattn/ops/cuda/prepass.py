@@ -39,7 +39,7 @@ PREDICATE = (
 )
 
 # A launch with lists takes none of these as they are.
-REPLACED = (*PREDICATE, *KEPT_LISTS)
+REPLACED = (*(name for name in PREDICATE if name not in PLANES), *KEPT_LISTS)
 
 
 @jax.tree_util.register_dataclass

@@ -376,6 +376,12 @@ class Cta:
     def do_rcp(self, *a: Any) -> None:
         self._simple(np.reciprocal, *a)
 
+    def do_sqrt(self, *a: Any) -> None:
+        self._simple(np.sqrt, *a)
+
+    def do_rsqrt(self, *a: Any) -> None:
+        self._simple(lambda x: 1 / np.sqrt(x), *a)
+
     def do_popc(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
         self.put(operands[0], np.bitwise_count(self.get(operands[1], np.uint32)).astype(np.uint32), active)
 

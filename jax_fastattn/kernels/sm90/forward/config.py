@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
@@ -236,6 +237,8 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         if short:
             # What is loaded for keys takes registers in a step of the product.
             return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=3 if cost.key_nbytes else 4),)
+        if cost.registers >= codes.TERM_REGISTERS:
+            return (ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
         if short:
@@ -244,7 +247,9 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     if columns <= 128:
         # What changes a logit takes registers, as does what is loaded for keys, and more if it holds numbers.
         q_in_regs, late = 8 if spec.is_affine and not cost.key_nbytes else 6, not cost.key_nbytes
-        if cost.registers:
+        if cost.registers >= codes.TERM_REGISTERS:
+            q_in_regs, late = (0 if cost.registers >= codes.READING_REGISTERS else 6), False
+        elif cost.registers:
             q_in_regs -= 1
         return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=late),)
     if columns <= 192:

@@ -153,7 +153,7 @@ class DkdvDqProducts:
             logit = logit * score.factor if score.is_affine else score.logit(logit, at).value
         weight = probability = ptx.exp2(logit)
         if slopes:
-            weight = probability * self.words.numbers(slopes[i // 2])[i % 2]
+            weight = score.sloped(probability, probability, self.words.numbers(slopes[i // 2])[i % 2])
         return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
 
     def start_dp(self, stage: Int32) -> None:

@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""A score function as a feature: of any kind, or one that adds a term to the score."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutlass import Float32
+
+from jax_fastattn.kernels.codes import Code, ScoreParts
+from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
+from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
+from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.program.forms import Line, Scaled, add, register
+from jax_fastattn.kernels.features.program.planes import PlaneReader
+from jax_fastattn.kernels.features.program.values import Values
+from jax_fastattn.programs import analysis
+
+# In the backward pass a logit is at most this, in base 2, and never NaN. A row without weights subtracts infinity from
+# it, which makes P 0 wherever it is evaluated. Other rows subtract a log-sum-exp that is NaN if one of its scores is.
+_MOST = 1e30
+
+
+@dataclass(frozen=True)
+class _Program(Feature):
+    """A score function of a launch.
+
+    Attributes:
+        parts: what is compiled in.
+        bounds_logits: whether logits have to be made numbers, see `_MOST`.
+        planes: the planes of the launch, or of the head since `start`.
+        of_head: the values that the head alone decides, since `start`.
+        values: the values of a pass, since `read`.
+    """
+
+    parts: ScoreParts
+    bounds_logits: bool
+    planes: PlaneReader
+    of_head: Any = None
+    values: Any = None
+
+    @property
+    def hides_in_full(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (one launch may, another not)
+        """Whether a score may become -inf."""
+        return analysis.may_hide(self.parts.code)
+
+    @classmethod
+    def of(cls, code: Code, arguments: FeatureArguments) -> "_Program":
+        """Returns the function of a launch."""
+        (parts,) = code.constants
+        bounds = arguments.spec.op == "backward" and not parts.is_tame(0)
+        return cls(parts, bounds, PlaneReader(parts, arguments.buffers.added, arguments.scalars))
+
+    def start(self, head: Head) -> "_Program":
+        """Returns the function with its numbers of a query head."""
+        planes = self.planes.start(head)
+        return replace(self, planes=planes, of_head=Values.head(self.parts, planes))
+
+    def read(self, tile: ScoreTile) -> "_Program":
+        """Returns the function for one pass over the scores of a tile."""
+        del tile
+        return replace(self, values=Values(self.parts, self.planes, self.of_head))
+
+    def _bounded(self, x: Any) -> Float32:
+        x = register("f", x)
+        return -ptx.maximum(-x, Float32(-_MOST)) if self.bounds_logits else x
+
+
+@dataclass(frozen=True)
+class ScoreProgram(_Program):
+    """Replaces a score by a function of it."""
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit of the new score."""
+        score = Scaled(x.value, Float32(LN_2) if x.factor is None else x.factor * LN_2, True)
+        value, factor = self.parts.factored
+        if factor is None:
+            found, unit = self._bounded(self.values.times(value, LOG2_E, at, score)), None
+        else:
+            found, unit = self._bounded(self.values.value(value, at, score)), Float32(factor * LOG2_E)
+        if self.parts.slope_is_one:
+            return Logit(found, unit, x.slopes)
+        slope = self.parts.code.results[1]
+        return x.then(found, unit, lambda: register("f", self.values.value(slope, at, score)))
+
+    def unit(self) -> Float32:
+        """Returns the last factor of the function, if it is known."""
+        _, factor = self.parts.factored
+        return Float32(1.0 if factor is None else factor * LOG2_E)
+
+    def has_wild_slopes(self) -> bool:
+        """Returns whether the derivative may be no number where P is 0."""
+        return not self.parts.is_tame(1)
+
+
+@dataclass(frozen=True)
+class TermProgram(_Program):
+    """Adds a term to a score, which does not depend on it."""
+
+    def term(self, at: Element, less: Float32) -> Float32:
+        """Returns the term in base 2, less a number."""
+        x = self._term(at)
+        if self.bounds_logits:
+            return self._bounded(x) - less
+        if isinstance(x, Line):
+            return register("f", Line(x.base - less, x.slope, x.step))
+        return register("f", add(x, -less))
+
+    def logit(self, x: Logit, at: Element) -> Logit:
+        """Returns the logit with the term."""
+        return x.plus(self._bounded(self._term(at)))
+
+    def _term(self, at: Element) -> Any:
+        found: Any = None
+        for sign, i in self.parts.terms:
+            x = self.values.times(i, sign * LOG2_E, at, None)
+            found = x if found is None else add(found, x)
+        return found

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the code of a score function says of its values, without their numbers: how kernels evaluate it depends on that.
+
+A process that compiles kernels reads this file, and imports no JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax_fastattn.programs.code import Code, Instruction, operands_of, parsed
+
+# These give a finite number for finite numbers, apart from overflow.
+_TAME = frozenset(
+    (
+        *("score", "to_float", "stop_gradient", "select"),
+        *("add", "sub", "mul", "neg", "abs", "max", "min", "sign", "tanh", "logistic"),
+    )
+)
+
+_OF_PAIRS = {"query": {"query"}, "key": {"key"}, "distance": {"query", "key"}}
+
+
+def depends(code: Code) -> list[frozenset[str]]:
+    """Returns of each value which of "score", "query" and "key" it depends on; none for a number of a head."""
+    found: list[frozenset[str]] = []
+    for instruction in code.instructions:
+        found.append(_own(code, instruction).union(*(found[x] for x in operands_of(instruction))))
+    return found
+
+
+def _own(code: Code, instruction: Instruction) -> frozenset[str]:
+    op, *operands = instruction
+    if op == "score":
+        return frozenset(["score"])
+    if op == "affine":
+        return frozenset(name for name, factor in zip(("query", "key"), operands, strict=False) if factor)
+    return frozenset(_OF_PAIRS.get(code.planes[operands[0]].kind, ())) if op == "plane" else frozenset()
+
+
+def terms(code: Code) -> list[tuple[int, int]] | None:
+    """Returns sign and value of each term, if the result is the score plus terms without it, else None."""
+    of_score, found = [("score" in x) for x in depends(code)], list[tuple[int, int]]()
+    i = code.results[0]
+    while code.instructions[i] != ("score",):
+        op, *operands = code.instructions[i]
+        if op not in ("add", "sub") or all(of_score[x] for x in operands):
+            return None
+        x, y = operands
+        if of_score[y]:
+            if op == "sub":
+                return None
+            x, y = y, x
+        if not of_score[x]:
+            return None
+        found.append((1 if op == "add" else -1, y))
+        i = x
+    return found or None
+
+
+def keeps_nan(code: Code) -> bool:
+    """Returns whether the new score is NaN wherever it reads a NaN of a plane: no comparison loses it."""
+    of_planes: list[bool] = []
+    for instruction in code.instructions:
+        is_plane = instruction[0] == "plane" and code.planes[instruction[1]].dtype == "f"
+        of_planes.append(is_plane or any(of_planes[x] for x in operands_of(instruction)))
+    needed = code.needed(code.results[:1])
+    return not any(code.dtypes[i] != "f" and of_planes[i] for i in needed)
+
+
+def is_tame(code: Code, results: Sequence[int], *, finite_planes: bool = False) -> bool:
+    """Returns whether values are finite numbers wherever the score and the numbers of heads are.
+
+    Args:
+        results: which values.
+        finite_planes: whether other planes count as finite numbers, too. Those of queries, keys and distances that
+            nobody sees may be NaN.
+    """
+    needed = code.needed(results)
+    return all(_is_tame(code, code.instructions[i], code.dtypes[i], finite_planes=finite_planes) for i in needed)
+
+
+def _is_tame(code: Code, instruction: Instruction, dtype: str, *, finite_planes: bool) -> bool:
+    op, *operands = instruction
+    if dtype != "f":
+        return True
+    if op == "const":
+        return math.isfinite(float(operands[0]))
+    if op == "plane":
+        return finite_planes or code.planes[operands[0]].kind == "head"
+    return is_number(code, operands[1]) if op == "div" else op in _TAME
+
+
+def is_number(code: Code, i: int) -> bool:
+    """Returns whether a value is a known float that numbers may be divided by."""
+    op, *operands = code.instructions[i]
+    return op == "const" and math.isfinite(x := parsed(code.dtypes[i], operands[0])) and x != 0
+
+
+def may_hide(code: Code) -> bool:
+    """Returns whether a new score may be -inf. A factor that is a number of a head counts as finite."""
+    return not is_tame(code, code.results[:1]) or _adds_plane(code, code.results[0])
+
+
+def _adds_plane(code: Code, i: int) -> bool:
+    """Returns whether a value is a plane plus others, or the choice of one."""
+    op, *operands = code.instructions[i]
+    if op in ("plane", "score"):
+        return op == "plane"
+    chosen = operands[1:] if op == "select" else operands
+    return op in ("add", "sub", "neg", "max", "min", "select", "stop_gradient") and any(
+        _adds_plane(code, x) for x in chosen
+    )

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of scores in the kernels of both families, in both passes; emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_ops
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.reference import attention_reference
+from jax_fastattn.spec import QKV, AttentionSpec, Operands
+
+Mod = Callable[..., Any]
+
+B, T, S, N, K = 2, 40, 72, 2, 1
+ARCHS = ("sm_80", "sm_90a")
+
+_random = np.random.default_rng(5)
+SLOPES = jnp.asarray([0.3, -0.02, 0.05, 0.7], jnp.float32)
+TABLE = jnp.asarray(_random.standard_normal((1000, 4)), jnp.float32)
+ROWS = jnp.asarray(_random.standard_normal((B, 300)), jnp.float32)
+COLUMNS = jnp.asarray(_random.standard_normal((4, 400)), jnp.float32)
+COUNTS = jnp.asarray(_random.integers(0, 5, (B, 4)), jnp.int32)
+
+
+def every_plane(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Numbers of heads, queries, keys and distances, integers of heads, and a slope that differs from pair to pair."""
+    term = TABLE[k - q + 300, h] * COLUMNS[h, k] - SLOPES[h] * jnp.abs(q + COUNTS[b, h] - k)
+    return s * (1 + 0.5 * jnp.tanh(ROWS[b, q])) + term
+
+
+# By name: a function, and head dim with other arguments.
+CASES: dict[str, tuple[Mod, int, dict[str, Any]]] = {
+    "alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), 64, {"is_causal": True}),
+    "alibi-d128-window-sinks": (
+        lambda s, b, h, q, k: s - SLOPES[h] * (q - k),
+        128,
+        {"is_causal": True, "local_window_size": (70, None), "sinks": jnp.array([0.3, -1.0, 0.0, 2.0])},
+    ),
+    "terms-d256-lengths": (
+        lambda s, b, h, q, k: s + TABLE[k - q + 300, h] * ROWS[b, q] - SLOPES[h] * (q - k) + COLUMNS[h, k],
+        256,
+        {"key_value_seq_lengths": jnp.array([170, 31]), "query_seq_lengths": jnp.array([133, 97])},
+    ),
+    "cap-and-cap": (lambda s, b, h, q, k: 3 * jnp.tanh(s / 3), 128, {"logits_soft_cap": 2.0, "is_causal": True}),
+    "temperature-bias": (
+        lambda s, b, h, q, k: s * (1 + SLOPES[h]),
+        64,
+        {"bias": jnp.asarray(_random.standard_normal((1, 4, 150, 170)), jnp.bfloat16)},
+    ),
+    "table-ids": (
+        lambda s, b, h, q, k: s + TABLE[k - q + 300, h],
+        64,
+        {"segment_ids": tuple(jnp.sort(jnp.asarray(_random.integers(0, 3, (B, n)))) for n in (150, 170))},
+    ),
+    "functions-d192-mask-function": (
+        lambda s, b, h, q, k: (
+            s + jnp.log1p(jnp.abs(q - k)) - jnp.exp(-jnp.abs(s)) + jax.nn.sigmoid(s) / jnp.sqrt(1.0 + q) + (q // 7 % 3)
+        ),
+        192,
+        {"mask_mod": lambda b, h, q, k: (q >= k) | (ROWS[b, k] > 0)},
+    ),
+    "float16": (lambda s, b, h, q, k: 5 * jnp.tanh(s / 5) - SLOPES[h] * (q - k), 64, {"dtype": jnp.float16}),
+    "float32": (lambda s, b, h, q, k: 5 * jnp.tanh(s / 5) + TABLE[k - q + 300, h], 64, {"dtype": jnp.float32}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _promotion() -> Iterator[None]:
+    """Functions of users rely on JAX's promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def check(
+    arch: str, patch: pytest.MonkeyPatch, mod: Mod, sizes: tuple[int, ...] = (T, S, N, K, 64), **options: Any
+) -> None:
+    """Compares a call and its gradients on an emulated GPU with the float32 reference."""
+    emulated_ops.emulate(patch, arch)
+    queries, keys, heads, kv_heads, head_dim = sizes
+    random, dtype = np.random.default_rng(0), options.pop("dtype", jnp.bfloat16)
+    shapes = ((B, queries, heads, head_dim), (B, keys, kv_heads, head_dim), (B, keys, kv_heads, head_dim))
+    arrays = [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+    spec, operands = canonicalize(*arrays, score_mod=mod, **options)
+    dout = jnp.asarray(random.standard_normal(shapes[0]), dtype)
+    names = [*QKV, *(x for x in ("bias", "sinks") if getattr(operands, x) is not None)]
+    out, lse = cuda.forward(spec, operands)
+    found = cuda.backward(spec, operands, out, lse, dout, None, names)
+    (wanted, wanted_lse), gradients = reference(spec, operands, names, dout)
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(wanted_lse), atol=1e-3, rtol=1e-4)
+    results = {"out": (out, wanted, 2**-7)}
+    results |= {x: (getattr(found, x), y, 2**-6) for x, y in zip(names, gradients, strict=True)}
+    for name, (got, expected, tolerance) in results.items():
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max() + 1e-5, err_msg=name)
+
+
+def reference(spec: AttentionSpec, operands: Operands, names: list[str], dout: jax.Array) -> Any:
+    """Returns output and log-sum-exp in float32, and the gradients of operands."""
+
+    def loss(*given: jax.Array) -> Any:
+        results = attention_reference(spec, operands._replace(**dict(zip(names, given, strict=True))))
+        return (results[0] * dout.astype(jnp.float32)).sum(), results
+
+    single = [getattr(operands, x).astype(jnp.float32) for x in names]
+    gradients, results = jax.grad(loss, argnums=tuple(range(len(single))), has_aux=True)(*single)
+    return results, gradients
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_kinds_of_planes(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(arch, monkeypatch, every_plane, is_causal=True, query_offset=jnp.array([20, 33]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", CASES)
+def test_calls(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mod, head_dim, options = CASES[name]
+    check(arch, monkeypatch, mod, (150, 170, 4, 2, head_dim), **options)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_function_hides_pairs(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the second head see nothing, others see no key of the last tiles, which the kernels visit first."""
+    bounds = jnp.array([30, -1])
+    check(arch, monkeypatch, lambda s, b, h, q, k: jnp.where(k <= q % 8 + bounds[h], s, -jnp.inf), (T, 200, N, K, 64))
+
+
+def test_rows_past_the_end_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function is NaN there, and its derivative infinite at the score of 0 of such a row."""
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return jnp.sign(s) * jnp.sqrt(jnp.abs(s)) + 0.1 * jnp.log(T - q)
+
+    check("sm_90a", monkeypatch, mod)
