@@ -79,6 +79,16 @@ def test_a_list_of_cases_starts_no_backend_and_traces_nothing() -> None:
     assert python(code, path=(ROOT, Path(__file__).parent)).splitlines() == ["True False []", "True"]
 
 
+def test_the_package_imports_nothing_of_its_tests() -> None:
+    """A wheel has no tests, but pytest finds both."""
+    folder = Path(__file__).parent
+    known = {path.stem for path in folder.iterdir()} | {"tests"}
+    used = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+    sources = [*(ROOT / "jax_fastattn").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    found = {(path.name, name) for path in sources for name in used.findall(path.read_text()) if name in known}
+    assert {"testing", "generators"} < known and not found
+
+
 def test_without_the_compiler_everything_but_kernels_works() -> None:
     code = """
         import warnings
