@@ -160,7 +160,7 @@ def _reads_live_keys(problem: Problem, kernel: KernelSpec) -> bool:
     Kernels of dq alone have tiles of queries, whose lists have no live keys. Keys past the end count as live, and the
     gradient of a bias of rows would add theirs up. Heads of a group share a list.
     """
-    in_lists = kernel.family == "sm90" and kernel.listed and kernel.config.adds_dq and not kernel.drow_bias
+    in_lists = kernel.family == "sm90" and kernel.listed and kernel.config.adds_dq and not kernel.sums_rows
     mask = problem.mask_shape
     shared = mask is None or mask[1] in (1, problem.num_kv_heads)
     return in_lists and shared and _are_queries_alike(problem)
@@ -338,6 +338,7 @@ def kernel_spec(
     dlse: bool = False,
     dsinks: bool = False,
     dbias: bool = False,
+    dplane: int | None = None,
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
     spec = (problem := problem_by_rows(problem)).spec
@@ -371,6 +372,7 @@ def kernel_spec(
         bias=bias,
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,
+        dplane=dplane,
         features=_features(problem, op, family),
         products=products,
         family=family,

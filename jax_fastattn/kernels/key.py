@@ -57,6 +57,7 @@ class KernelSpec:
         bias_dtype: dtype of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
+        dplane: the plane of the score function whose gradient the backward pass computes, one of heads or of queries.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -91,6 +92,7 @@ class KernelSpec:
     bias_dtype: BiasDtype | None = None
     dbias: bool = False
     splits_dbias: bool = False
+    dplane: int | None = None
     features: tuple[Code, ...] = ()
     products: Products = "native"
     config: Any = None
@@ -241,9 +243,14 @@ class KernelSpec:
         return self.dbias and self.row_bias
 
     @property
+    def sums_rows(self) -> bool:
+        """Whether a kernel of its own computes sums for each query: for a bias of queries, or a plane."""
+        return self.drow_bias or self.dplane is not None
+
+    @property
     def sums_dbias(self) -> bool:
-        """Whether a kernel of its own computes the gradient of the bias."""
-        return self.dmatrix_bias or self.drow_bias
+        """Whether a kernel of its own computes the gradient of the bias, or of a plane."""
+        return self.dmatrix_bias or self.sums_rows
 
     @property
     def dkey_bias(self) -> bool:
@@ -253,7 +260,8 @@ class KernelSpec:
     @property
     def dbias_dtype(self) -> str:
         """The dtype of what that kernel writes: float32 where it is added up or rounded later."""
-        return "float32" if self.splits_dbias or self.bias_dtype is None else self.bias_dtype
+        is_wide = self.splits_dbias or self.sums_rows or self.bias_dtype is None
+        return "float32" if is_wide or self.bias_dtype is None else self.bias_dtype
 
     @property
     def bounds_kind(self) -> BoundsKind:

@@ -318,6 +318,24 @@ class Score:
         weight = probability if slope is None else self.sloped(probability, probability, slope())
         return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
 
+    def summed(self, x: Float32, lse2: Float32, at: Element) -> tuple[Float32, Float32]:
+        """Returns P of a product, and its weight in the gradient that a kernel of its own sums: see `sums/`."""
+        planes = [step for step in self.steps if step.sums_plane]
+        if not planes:
+            return self.gradient(x, lse2, at)
+        (summed,) = planes
+        logit, partial = Logit(x, self.factor), Float32(1.0)
+        for step in self.steps:
+            if step is summed:
+                partial = step.partial(logit, at)
+            logit = step.logit(logit, at)
+            # Steps before the plane are no part of its derivative.
+            logit = logit._replace(slopes=()) if step is summed else logit
+        less = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
+        probability = ptx.exp2(less)
+        weight = self.sloped(probability, probability, partial)
+        return probability, self.sloped(probability, weight, logit.slope()) if logit.slopes else weight
+
     def sloped(self, probability: Float32, x: Float32, slope: Float32) -> Float32:
         """Returns P, or what it is a factor of, times a slope; 0 where P is 0, even if the slope is no number there."""
         if any(feature.has_wild_slopes() for feature in _with(self.features, "has_wild_slopes")):

@@ -10,6 +10,7 @@ from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED, shared_memory_limit
 from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, SPLIT_PRECISION, products_of
+from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import (
     forward_spec,
     has_few_queries,
@@ -24,8 +25,8 @@ from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.programs.code import Code, places
-from jax_fastattn.spec import PLANES, Problem, is_known
+from jax_fastattn.programs.code import Code, Place, places
+from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
@@ -173,13 +174,38 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
 
 def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     """Returns every reason why no CUDA kernel computes gradients of operands that are wanted, if it runs the call."""
-    kinds = [name.partition("_")[0] for name in wanted if name in PLANES]
-    if not kinds:
+    kinds = [place.plane.kind for _, place in _wanted_planes(problem, wanted)]
+    remedy = 'pass `implementation="xla"`, or stop their gradient'
+    texts: list[str] = []
+    if others := sorted({*kinds} - set(_SUMMED)):
+        words = {"key": "keys", "distance": "distances", "table": "pairs"}
+        texts.append(f"numbers of {' and '.join(words[kind] for kind in others)}")
+    elif len(kinds) > 1:
+        texts.append("more than one number of a head or query")
+    elif kinds and "bias" in wanted and problem.bias_shape is not None:
+        texts.append("a number of a head or query together with the gradient of a bias")
+    elif kinds and problem.bias_shape is not None and bias_kind(problem.bias_shape) == "matrix":
+        texts.append("a number of a head or query next to a bias of pairs")
+    prefix = "no kernel computes gradients of arrays that `score_mod` captures, for "
+    return [Reason("captured", prefix + text, remedy) for text in texts]
+
+
+# Kernels sum the gradients of planes of these kinds.
+_SUMMED = ("head", "query")
+
+
+def summed_plane(problem: Problem, wanted: Collection[str]) -> int | None:
+    """Returns the plane of a score function whose gradient the backward pass sums; None if it sums none."""
+    found = _wanted_planes(problem, wanted)
+    return found[0][0] if found else None
+
+
+def _wanted_planes(problem: Problem, wanted: Collection[str]) -> list[tuple[int, Place]]:
+    """Returns number and place of each plane whose gradient is wanted."""
+    if problem.spec.score_mod is None:
         return []
-    words = {"head": "heads", "query": "queries", "key": "keys", "distance": "distances", "table": "pairs"}
-    listed = ", ".join(words[kind] for kind in kinds)
-    text = f"no kernel computes gradients of arrays that `score_mod` captures, for numbers of {listed}"
-    return [Reason("captured", text, 'pass `implementation="xla"`, or stop their gradient')]
+    found = enumerate(places((problem.spec.score_mod,))[0])
+    return [(i, place) for i, place in found if place.operand in wanted]
 
 
 def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:

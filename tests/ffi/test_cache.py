@@ -415,6 +415,7 @@ CHANGES = {
     "bias_dtype": "float32",
     "dbias": True,
     "splits_dbias": True,
+    "dplane": 0,
     "dlse": True,
     "dsinks": True,
     "family": "sm90",

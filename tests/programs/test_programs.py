@@ -522,24 +522,25 @@ def test_the_kernels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch
     assert "`mask_mod` is evaluated as it stands, because `" in found.note and "has no instruction" in found.note
 
 
-def test_kernels_compute_gradients_of_what_they_read_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """If the gradient of a captured array is wanted, the backward pass takes the XLA path, and says so."""
-    given, slopes = {x: y.astype(jnp.bfloat16) for x, y in mods.draw().items()}, mods.array("alibi")
+def test_gradients_of_captured_arrays_run_kernels_or_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """If no kernel computes one that is wanted, the backward pass takes the XLA path."""
+    given = {x: y.astype(jnp.bfloat16) for x, y in mods.draw().items()}
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
-    def loss(given: Any, slopes: Any, implementation: Any = None) -> jax.Array:
-        return attention(**given, score_mod=SCORES["alibi"][0](slopes), implementation=implementation).sum()
+    def launches(name: str, *, is_wanted: bool = True, **options: Any) -> int:
+        def loss(given: Any, captured: Any) -> jax.Array:
+            return attention(**given, score_mod=SCORES[name][0](captured), **options).sum()
 
-    assert calls.cuda_text(jax.grad(loss), given, slopes).count("stablehlo.custom_call @jax_fastattn_launch") == 2
-    with pytest.warns(UserWarning, match="no kernel computes gradients of arrays that `score_mod` captures"):
-        assert (
-            calls.cuda_text(jax.grad(loss, argnums=1), given, slopes).count(
-                "stablehlo.custom_call @jax_fastattn_launch"
-            )
-            == 1
-        )
-    with pytest.raises(NotImplementedError, match="for numbers of heads"):
-        calls.cuda_text(jax.grad(lambda *x: loss(*x, "cuda"), argnums=1), given, slopes)
+        text = calls.cuda_text(jax.grad(loss, argnums=(0, 1) if is_wanted else 0), given, mods.array(name))
+        return text.count("stablehlo.custom_call @jax_fastattn_launch")
+
+    assert launches("alibi") == launches("alibi", is_wanted=False) == launches("t5", is_wanted=False) == 2
+    with pytest.warns(UserWarning, match="no kernel computes gradients of arrays .* for numbers of distances"):
+        assert launches("t5") == 1
+    with pytest.warns(UserWarning, match="for a number of a head or query next to a bias of pairs"):
+        assert launches("alibi", bias=jnp.ones((1, 1, T, S))) == 1
+    with pytest.raises(NotImplementedError, match="for numbers of distances"):
+        launches("t5", implementation="cuda")
 
 
 @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])

@@ -47,9 +47,11 @@ class Feature:
     Attributes:
         hides_in_full: whether it may hide all that a row sees, other than by `sees`: tiles without an edge may then be
             hidden.
+        sums_plane: whether the gradient of a plane of its numbers is summed, for which it has `partial`.
     """
 
     hides_in_full: ClassVar[bool] = False
+    sums_plane: ClassVar[bool] = False
 
     @classmethod
     def defines(cls, hook: str) -> bool:
@@ -104,6 +106,10 @@ class Feature:
 
     def unit(self) -> Float32:
         """Returns the factor that `logit` leaves to what comes next; without this hook it is 1 (`Logit.plus`)."""
+        raise NotImplementedError
+
+    def partial(self, x: Logit, at: Element) -> Float32:
+        """Returns the derivative of what `logit` makes by a number of the plane whose gradient is summed."""
         raise NotImplementedError
 
     def has_wild_slopes(self) -> bool:

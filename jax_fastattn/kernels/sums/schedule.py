@@ -184,7 +184,7 @@ class DbiasSchedule:
     @property
     def _kind(self) -> type[DbiasTile]:
         """The class of the tiles."""
-        return RowsTile if self.spec.drow_bias else MatrixTile
+        return RowsTile if self.spec.sums_rows else MatrixTile
 
     def tile(self, index: Int32, sizes: Scalars | Sizes) -> DbiasTile:
         """Returns the tile that has an index."""

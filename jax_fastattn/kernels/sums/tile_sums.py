@@ -301,5 +301,5 @@ def start_sum(
     schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
 ) -> MatrixSum | RowSums:
     """Returns the sums of a warp, before `clear`; see `DbiasSum`."""
-    kind = RowSums if schedule.spec.drow_bias else MatrixSum
+    kind = RowSums if schedule.spec.sums_rows else MatrixSum
     return kind.start(schedule, launch, lane_rows, n_blocks)

@@ -69,16 +69,17 @@ def with_parts(kernel: KernelSpec, shapes: Mapping[str, tuple[int, ...]]) -> Ker
 def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of what a launch writes of the gradient of a bias, by name; none if it is not asked for."""
     shape = problem.bias_shape
+    found: dict[str, tuple[int, ...]] = {}
     if kernel.dkey_bias:
         warps = kernel.config.column_warps if kernel.family == "sm80" else 1
-        return {"dkey_bias": (problem.batch, problem.num_heads * warps, problem.key_length)}
-    if not kernel.sums_dbias or shape is None:
-        return {}
+        found["dkey_bias"] = problem.batch, problem.num_heads * warps, problem.key_length
     queries, keys, heads = problem.query_length, problem.key_length, problem.batch * problem.num_heads
-    if kernel.drow_bias:
+    if kernel.sums_rows:
         parts = dbias_parts((heads, queries, 1), -(-keys // KEYS), multiprocessors)
         rows = problem.batch, problem.num_heads, COLUMN_WARPS[kernel.family], ROW_SUMS, queries
-        return {"dbias": (parts, *rows)}
+        return found | {"dbias": (parts, *rows)}
+    if not kernel.sums_dbias or shape is None:
+        return found
     planes = shape[0] * shape[1]
     parts = dbias_parts((planes, queries, keys), heads // planes, multiprocessors)
     return {"dbias": (parts, planes, queries, bias_pitch(shape, keys))}
@@ -101,14 +102,14 @@ def bias_gradient(
     if "dkey_bias" in found:
         return _reduced(found["dkey_bias"][:, :, None], shape)
     if shape[3] == 1:
-        return _reduced(_row_gradient(found["dbias"], dlse, products)[..., None], shape)
+        return _reduced(row_gradient(found["dbias"], dlse, products)[..., None], shape)
     parts = found["dbias"].astype(jnp.float32)
     total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
     return total[..., : shape[3]].reshape(shape)
 
 
-def _row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array | None) -> jax.Array:
-    """Returns what each row adds to the gradient of a bias of rows, `[B, N, T]`, from `tile_sums.RowSums`.
+def row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array | None = None) -> jax.Array:
+    """Returns what each row adds to the gradient of a bias of rows or a plane, `[B, N, T]`; see `tile_sums.RowSums`.
 
     Rows without weights add 0: they see nothing, and their dlse may be no number.
     """

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80
 from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
+from jax_fastattn.kernels.support import summed_plane
 from jax_fastattn.layouts.heads import reduce_to, scale_gradient
 from jax_fastattn.layouts.packed_masks import by_rows, is_row_masked, padding_lse
 from jax_fastattn.layouts.paged import PagedOperands
@@ -27,6 +29,7 @@ from jax_fastattn.ops.cuda.bias_gradient import (
     bias_gradient,
     is_of_rows_alone,
     result_shapes,
+    row_gradient,
     row_products,
     with_parts,
     without_rows,
@@ -34,6 +37,7 @@ from jax_fastattn.ops.cuda.bias_gradient import (
 from jax_fastattn.ops.cuda.gradient_units import gradient_units
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.prepass import TileLists
+from jax_fastattn.ops.cuda.score_planes import plane_gradient
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, Problem
 
 
@@ -135,14 +139,16 @@ def backward(
     sinks = operands.sinks if "sinks" in wanted else None
     padded = _for_kernels(operands)._replace(sinks=sinks)
     problem = launched_problem(spec, padded)
-    asked = {"dlse": dlse is not None, "dsinks": sinks is not None, "dbias": "bias" in {*wanted} & {*spec.present}}
+    asked: dict[str, Any] = {"dlse": dlse is not None, "dsinks": sinks is not None}
+    asked |= {"dbias": "bias" in {*wanted} & {*spec.present}, "dplane": summed_plane(problem, wanted)}
     kernel = kernel or kernel_spec(problem, "backward", ffi.arch(), **asked)
     if is_of_rows_alone(kernel):
         rows = XlaRowBias(operands, out, lse)
         others = [name for name in wanted if name not in LEFT_TO_XLA]
         found = backward(*without_rows(spec, operands), out, rows.lse(), dout, dlse, others, kept=kept)
         return found._replace(**rows.gradients(spec, out, dout, dlse, wanted))
-    bias_shapes = result_shapes(kernel, problem, ffi.multiprocessors()) if kernel.dbias else {}
+    sums_bias = (kernel.dbias and kernel.dplane is None) or kernel.dkey_bias
+    bias_shapes = result_shapes(kernel, problem, ffi.multiprocessors())
     kernel = with_parts(kernel, bias_shapes)
     shapes = _backward_shapes(kernel, problem) | bias_shapes
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
@@ -156,9 +162,10 @@ def backward(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
-        bias=bias_gradient(problem.bias_shape, found, dlse, products) if bias_shapes and problem.bias_shape else None,
+        bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
+        **({} if kernel.dplane is None else plane_gradient(kernel, operands, row_gradient(found["dbias"], dlse))),
     )
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jax_fastattn.kernels.codes import PLANE_PADDING, ScoreParts
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import PLANES
+from jax_fastattn.layouts.heads import reduce_to
+from jax_fastattn.spec import PLANES, Operands
 
 # Zeros before and after the numbers of a plane.
 _PADDING = {"query": (0, PLANE_PADDING), "key": (0, PLANE_PADDING), "distance": (PLANE_PADDING, PLANE_PADDING)}
@@ -39,3 +40,21 @@ def with_score_planes(kernel: KernelSpec, arrays: Mapping[str, jax.Array | None]
             x = jnp.nan_to_num(x, posinf=_MOST, neginf=-_MOST) if kind in _PADDING else x
         found[operand.name] = jnp.pad(x, ((0, 0),) * 3 + (_PADDING[kind],)) if kind in _PADDING else x
     return found
+
+
+def plane_gradient(kernel: KernelSpec, operands: Operands, rows: jax.Array) -> dict[str, jax.Array]:
+    """Returns the gradient of the operand with the plane that a launch sums, by name.
+
+    Args:
+        operands: the call's.
+        rows: what each row adds, `[B, N, T]`.
+    """
+    parts = score_parts(kernel)
+    assert parts is not None and kernel.dplane is not None
+    place = parts.places[kernel.dplane]
+    x: jax.Array = getattr(operands, place.operand)
+    if place.plane.kind == "head":
+        found = reduce_to((*x.shape[:2], 1), rows)[:, :, 0]
+    else:
+        found = reduce_to((*x.shape[:2], rows.shape[2]), rows)
+    return {place.operand: jnp.zeros_like(x).at[:, :, place.start].set(found)}

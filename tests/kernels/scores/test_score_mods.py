@@ -31,6 +31,7 @@ SLOPES = jnp.asarray([0.3, -0.02, 0.05, 0.7], jnp.float32)
 TABLE = jnp.asarray(_random.standard_normal((1000, 4)), jnp.float32)
 ROWS = jnp.asarray(_random.standard_normal((B, 300)), jnp.float32)
 COLUMNS = jnp.asarray(_random.standard_normal((4, 400)), jnp.float32)
+IDS = jnp.asarray(np.sort(_random.integers(0, 3, (B, S)), 1), jnp.int32)
 COUNTS = jnp.asarray(_random.integers(0, 5, (B, 4)), jnp.int32)
 
 
@@ -142,6 +143,36 @@ def test_rows_past_the_end_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     """The function is NaN there, and its derivative infinite at the score of 0 of such a row."""
 
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return jnp.sign(s) * jnp.sqrt(jnp.abs(s)) + 0.1 * jnp.log(T - q)
+        return jnp.sign(s) * jnp.sqrt(jnp.abs(s)) + 0.1 * jnp.log((T - q) * (k + 1.0))
 
     check("sm_90a", monkeypatch, mod)
+
+
+# By name: a function, and an array that it captures. Slopes have both signs, so that some heads attend far away.
+CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
+    "slopes": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k), SLOPES[:N] * jnp.array([1.0, -10.0])),
+    "scalar": (lambda x: lambda s, b, h, q, k: x * jnp.tanh(s / x), jnp.float32(1.5)),
+    "temperature-of-tokens": (lambda x: lambda s, b, h, q, k: s * x[b, q], 1 + 0.3 * ROWS[:, :T]),
+}
+CALLS = [("slopes", "sm_90a", 64), ("slopes", "sm_80", 64), ("scalar", "sm_90a", 128)]
+CALLS += [("temperature-of-tokens", "sm_90a", 192), ("temperature-of-tokens", "sm_80", 64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "head_dim"),
+    [pytest.param(*x, marks=[] if x == CALLS[1] else pytest.mark.slow) for x in CALLS],
+)
+def test_gradients_of_captured_arrays(name: str, arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1 % of float32."""
+    emulated_ops.emulate(monkeypatch, arch)
+    make, captured = CAPTURED[name]
+    random = np.random.default_rng(0)
+    shapes = ((B, T, N, head_dim), (B, S, K, head_dim), (B, S, K, head_dim), (B, T, N, head_dim))
+    *arrays, dout = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    spec, operands = canonicalize(*arrays, score_mod=make(captured), segment_ids=(IDS[:, :T], IDS))
+    (plane,) = (x for x in spec.present if x.endswith("_numbers"))
+    out, lse = cuda.forward(spec, operands)
+    found = getattr(cuda.backward(spec, operands, out, lse, dout, None, [*QKV, plane]), plane)
+    _, (wanted,) = reference(spec, operands, [plane], dout)
+    assert found.shape == wanted.shape and found.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=0.01 * float(jnp.abs(wanted).max()))

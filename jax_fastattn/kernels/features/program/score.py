@@ -30,6 +30,7 @@ class _Program(Feature):
         parts: what is compiled in.
         bounds_logits: whether logits have to be made numbers, see `_MOST`.
         planes: the planes of the launch, or of the head since `start`.
+        summed: the plane whose gradient is summed; None if none is.
         of_head: the values that the head alone decides, since `start`.
         values: the values of a pass, since `read`.
     """
@@ -37,6 +38,7 @@ class _Program(Feature):
     parts: ScoreParts
     bounds_logits: bool
     planes: PlaneReader
+    summed: int | None = None
     of_head: Any = None
     values: Any = None
 
@@ -50,7 +52,8 @@ class _Program(Feature):
         """Returns the function of a launch."""
         (parts,) = code.constants
         bounds = arguments.spec.op == "backward" and not parts.is_tame(0)
-        return cls(parts, bounds, PlaneReader(parts, arguments.buffers.added, arguments.scalars))
+        planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
+        return cls(parts, bounds, planes, arguments.spec.dplane)
 
     def start(self, head: Head) -> "_Program":
         """Returns the function with its numbers of a query head."""
@@ -62,9 +65,29 @@ class _Program(Feature):
         del tile
         return replace(self, values=Values(self.parts, self.planes, self.of_head))
 
+    @property
+    def sums_plane(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (as above)
+        """Whether the gradient of a plane is summed."""
+        return self.summed is not None
+
+    def partial(self, x: Logit, at: Element) -> Float32:
+        """Returns the derivative of the new score by a number of the summed plane."""
+        assert self.summed is not None
+        return register("f", self.values.value(self.parts.code.results[2 + self.summed], at, _score(x)))
+
+    def has_wild_slopes(self) -> bool:
+        """Returns whether a derivative may be no number where P is 0."""
+        results = [1] if self.summed is None else [1, 2 + self.summed]
+        return not all(map(self.parts.is_tame, results))
+
     def _bounded(self, x: Any) -> Float32:
         x = register("f", x)
         return -ptx.maximum(-x, Float32(-_MOST)) if self.bounds_logits else x
+
+
+def _score(x: Logit) -> Scaled:
+    """Returns what a logit in base 2 is as a score."""
+    return Scaled(x.value, Float32(LN_2) if x.factor is None else x.factor * LN_2, True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +96,7 @@ class ScoreProgram(_Program):
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit of the new score."""
-        score = Scaled(x.value, Float32(LN_2) if x.factor is None else x.factor * LN_2, True)
+        score = _score(x)
         value, factor = self.parts.factored
         if factor is None:
             found, unit = self._bounded(self.values.times(value, LOG2_E, at, score)), None
@@ -88,10 +111,6 @@ class ScoreProgram(_Program):
         """Returns the last factor of the function, if it is known."""
         _, factor = self.parts.factored
         return Float32(1.0 if factor is None else factor * LOG2_E)
-
-    def has_wild_slopes(self) -> bool:
-        """Returns whether the derivative may be no number where P is 0."""
-        return not self.parts.is_tame(1)
 
 
 @dataclass(frozen=True)

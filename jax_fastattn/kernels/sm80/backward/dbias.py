@@ -308,7 +308,7 @@ class DbiasCta:
         score = score.read(scores)
         for i in range(len(weights)):
             at = scores.at(i)
-            probability, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            probability, weights[i] = score.summed(weights[i], lse2[at.i], at)
             self.sum.keep(i, probability)
 
 

@@ -202,7 +202,7 @@ class DbiasConsumer:
         score = self.score.start(place.head).load(place.scores(), self.shared.bias).read(scores)
         for i in range(cute.size(weights)):
             at = scores.at(i)
-            probability, weights[i] = score.gradient(weights[i], lse2[at.i], at)
+            probability, weights[i] = score.summed(weights[i], lse2[at.i], at)
             self.sum.keep(i, probability)
         return lse2
 
