@@ -22,17 +22,11 @@ _RETURN = {"f": (T.f32, Float32), "r": (T.i32, Int32), "l": (T.i64, Int64)}
 
 
 def _asm(
-    text: str,
-    results: str,
-    operands: str,
-    values: list[Any],
-    side_effects: bool = False,
-    loc: Any = None,
-    ip: Any = None,
+    text: str, results: str, inputs: str, values: list[Any], side_effects: bool = False, loc: Any = None, ip: Any = None
 ) -> Any:
-    """Emits inline assembly; `results` and `operands` have one constraint letter (f, r, l) per value."""
+    """Emits inline assembly; `results` and `inputs` have one constraint letter (f, r, l) per value."""
     types = [_RETURN[letter][0]() for letter in results]
-    constraints = ",".join([f"={letter}" for letter in results] + list(operands))
+    constraints = ",".join([f"={letter}" for letter in results] + list(inputs))
     struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     out = llvm.inline_asm(
         struct,
