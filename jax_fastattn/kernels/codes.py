@@ -31,6 +31,7 @@ class Code:
         registers: registers of a lane that keep its numbers from tile to tile.
         is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
             heads, refuse such a feature.
+        is_steep: whether the derivative of its logit by the score may be greater than 1.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Code:
     score_nbytes: int = 0
     registers: int = 0
     is_placed: bool = True
+    is_steep: bool = False
 
 
 # The host chooses by these hooks: whether a logit changes, whether by a term alone, whether scores are hidden, and
@@ -251,4 +253,5 @@ def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *,
     feature = f"{_FEATURES}.program.score:{name}"
     registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
     operands = _plane_operands(found)
-    return (Code("score function", feature, hooks, constants=(parts,), operands=operands, registers=registers),)
+    is_steep = not parts.slope_is_one
+    return (Code("score function", feature, hooks, (parts,), operands, registers=registers, is_steep=is_steep),)

@@ -198,6 +198,11 @@ class KernelSpec:
         return all("term" in code.hooks for code in self.features if "logit" in code.hooks)
 
     @property
+    def is_steep(self) -> bool:
+        """Whether a weight in dS, P times slopes, may be greater than 1."""
+        return any(code.is_steep for code in self.features)
+
+    @property
     def is_affine(self) -> bool:
         """Whether a logit is a factor times the product q . k alone."""
         return not any("logit" in code.hooks for code in self.codes)

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.choose import (
     mask_mod_bits_fit,
     prepass_configs,
 )
-from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, staged_places
+from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, score_function, staged_places
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.layouts.packed_masks import problem_by_rows
@@ -174,6 +174,20 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
 
 def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     """Returns every reason why no CUDA kernel computes gradients of operands that are wanted, if it runs the call."""
+    return _captured_reasons(problem, wanted) + (_steep_reasons(problem) if wanted else [])
+
+
+def _steep_reasons(problem: Problem) -> list[Reason]:
+    """Returns why a score function has no gradients in float16: P times its slope may be infinite there."""
+    score = score_function(problem.spec.score_mod, problem.score_planes, exact=True)
+    if problem.dtype != "float16" or not any(code.is_steep for code in score):
+        return []
+    text = "the derivative of `score_mod` by the score is not 1, and weights times it may be infinite in float16"
+    return [Reason("score_mod", text, "cast query, key and value to bfloat16")]
+
+
+def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
+    """Returns why no kernel computes gradients of captured arrays."""
     kinds = [place.plane.kind for _, place in _wanted_planes(problem, wanted)]
     remedy = 'pass `implementation="xla"`, or stop their gradient'
     texts: list[str] = []

@@ -373,9 +373,11 @@ def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
 def crossing_words(spec: KernelSpec) -> MemoryWords:
     """Returns what P becomes where one warp hands it to another: it then takes the place of dS in memory.
 
-    In float16 it has three bits more than in bfloat16.
+    In float16 it has three bits more than in bfloat16. With steep functions it would be infinite there.
     """
-    return Native("float16") if spec.products == "native" else Single()
+    if spec.products != "native":
+        return Single()
+    return Native(spec.product_dtype if spec.is_steep else "float16")
 
 
 def result_words(spec: KernelSpec) -> MemoryWords:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.kernels.support import gradient_reasons
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import QKV, AttentionSpec, Operands
+from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 Mod = Callable[..., Any]
 
@@ -137,6 +138,22 @@ def test_a_function_hides_pairs(arch: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Rows of the second head see nothing, others see no key of the last tiles, which the kernels visit first."""
     bounds = jnp.array([30, -1])
     check(arch, monkeypatch, lambda s, b, h, q, k: jnp.where(k <= q % 8 + bounds[h], s, -jnp.inf), (T, 200, N, K, 64))
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), pytest.param("sm_90a", 64, marks=pytest.mark.slow)])
+def test_a_steep_function(arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in dS have its slope as a factor, and would be infinite in float16."""
+    check(arch, monkeypatch, lambda s, *at: 2.0**17 * s, (T, S, N, K, head_dim), scale=2.0**-17 / head_dim**0.5)
+
+
+@pytest.mark.parametrize(("factor", "count"), [(2.0, 1), (1.0, 0)])
+def test_gradients_of_a_steep_function_in_float16_take_the_xla_path(factor: float, count: int) -> None:
+    x = jnp.zeros((B, T, N, 64), jnp.float16)
+    spec, operands = canonicalize(x, x, x, score_mod=lambda s, b, h, q, k: factor * s - SLOPES[h])
+    problem = Problem.of(spec, operands)
+    assert not gradient_reasons(problem, ())
+    found = gradient_reasons(problem, ("query",))
+    assert len(found) == count and all("infinite in float16" in x.text for x in found)
 
 
 def test_rows_past_the_end_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
