@@ -143,7 +143,7 @@ def test_a_function_hides_pairs(arch: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 128), pytest.param("sm_90a", 64, marks=pytest.mark.slow)])
 def test_a_steep_function(arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in dS have its slope as a factor, and would be infinite in float16."""
-    check(arch, monkeypatch, lambda s, *at: 2.0**17 * s, (T, S, N, K, head_dim), scale=2.0**-17 / head_dim**0.5)
+    check(arch, monkeypatch, lambda s, *at: 2.0**20 * s, (T, S, N, K, head_dim), scale=2.0**-20 / head_dim**0.5)
 
 
 @pytest.mark.parametrize(("factor", "count"), [(2.0, 1), (1.0, 0)])

@@ -62,6 +62,8 @@ class BackwardConfig:
             computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
             does not wait until others have visited the rest.
         holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
+        float16_weights: whether the weights in dS are float16, which has three bits more than bfloat16. Else they share
+            registers with P as a factor of dV, for want of more.
     """
 
     queries: int
@@ -71,6 +73,7 @@ class BackwardConfig:
     shared_ones: bool = False
     interleaves_heads: bool = False
     holds_offset: bool = False
+    float16_weights: bool = True
 
     @property
     def adds_dq(self) -> bool:
@@ -300,7 +303,10 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
-    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads)
+    # Sums for a bias of keys and, over head dim 96, slopes take the registers of float16 weights. Steep slopes would make
+    # them infinite.
+    float16_weights = not (spec.dkey_bias or spec.is_steep) and (spec.folds_lse or largest <= 96)
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads, float16_weights=float16_weights)
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes:
         return replace(config, queries=128)
     # Slopes of a function of logits wait in registers; over head dim 96, with the registers of ones, some would spill.

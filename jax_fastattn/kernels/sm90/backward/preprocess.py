@@ -30,7 +30,6 @@ from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preproces
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.sums.row_preprocess import Base2, InProducts, OutputDelta, ReadRow, RowPreprocess
-from jax_fastattn.kernels.sums.units import load_units
 from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
@@ -219,10 +218,9 @@ class PreprocessKernel:
         own = self._own_row(buffers, bounds, rows, lane)
         in_products = self.spec.folds_lse and self.config.adds_dq
         kv_heads = scalars.num_heads // self.spec.group
-        units = load_units(buffers, queries, kv_heads, work.head // self.spec.group)
-        log2_p = None if units is None else units.log2_p
-        lse_scale = InProducts(scalars.scale, log2_p) if in_products else Base2(log2_p)
-        preprocess = RowPreprocess.of(self.spec, lse_scale, units)
+        units = gradient.load_units(self.spec, buffers, queries, kv_heads, work.head // self.spec.group)
+        lse_scale = InProducts(scalars.scale, units.log2_p) if in_products else Base2(units.log2_p)
+        preprocess = RowPreprocess.of(self.spec, lse_scale, units if self.spec.has_gradient_units else None)
         lse_scaled, delta = preprocess.statistics(own.read)
 
         def write() -> None:

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.products import WarpgroupWords
+from jax_fastattn.kernels.device.products import WarpgroupWords, Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
@@ -35,6 +35,7 @@ class WeightExchange:
 
     Attributes:
         words: what P and dS become.
+        crossing: what weights become.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
         mask: what the lane's rows see.
@@ -45,6 +46,7 @@ class WeightExchange:
 
     spec: KernelSpec
     words: WarpgroupWords
+    crossing: Words
     shared: BackwardShared
     thread: Int32
     lane_column: Int32
@@ -65,7 +67,7 @@ class WeightExchange:
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
         pairs, weights = Weights(head.score, tile, self.product).weighed_pairs(
-            self.words, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
+            self.words, self.crossing, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
         )
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
@@ -82,7 +84,7 @@ class WeightExchange:
         pairs = []
         for i in range(0, config.queries // 4, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
-                weights = self.words.numbers(chunk)
+                weights = self.crossing.numbers(chunk)
                 values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 for kind in self.sums:
                     kind.add(DscorePair(j, values))

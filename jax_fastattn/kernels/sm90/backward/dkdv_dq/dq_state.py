@@ -270,7 +270,8 @@ class DqWarpgroup:
 
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
-        spec, factor = self.spec, over_ds(work.units(self.buffers), self.scale)
+        spec = self.spec
+        factor = over_ds(work.units(spec, self.buffers), self.scale)
         RowStore(
             address=strided(
                 self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
