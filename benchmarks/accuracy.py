@@ -6,9 +6,10 @@
     python benchmarks/accuracy.py --implementations jax_fastattn jax.nn-cudnn fa4-jax dew-flash-attn jax.nn-xla
     python benchmarks/accuracy.py --report               # makes the tables and plots of docs/numerics.md from records
 
-The draws vary one thing at a time: the spread of logits, a channel of outliers, the length, the head dim, the mask and
-the dtype. An error is the root mean square, or the largest element, of the difference to NumPy in float64 on the same
-rounded operands. Tables divide it by the error of jax.nn's XLA path in the same dtype.
+The draws vary one thing at a time: the spread of logits, a channel of outliers, the length, the head dim, the mask, the
+dtype, and in float32 the setting of `jax.default_matmul_precision`, which holds for every implementation. An error is
+the root mean square, or the largest element, of the difference to NumPy in float64 on the same rounded operands. Tables
+divide it by the error of jax.nn's XLA path in the same dtype and setting.
 
 Each implementation has a process of its own, and all of them run at once: times are not measured. The output is one
 record with the errors themselves.
@@ -38,6 +39,7 @@ from run import describe_run
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
+from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.spec import Operands
 
 RESULT_NAMES = ("out", "dq", "dk", "dv")
@@ -84,7 +86,12 @@ DRAWS |= {"outlier-channel": Draw(has_outliers=True)}
 DRAWS |= {f"length-{length}": Draw(_at(length)) for length in (128, 4096)}
 DRAWS |= {f"head-dim-{head_dim}": Draw(_at(head_dim=head_dim)) for head_dim in (64, 256)}
 DRAWS |= {"causal": Draw(_at(is_causal=True)), "float16": Draw(_at(dtype="float16"))}
+# JAX's settings for products of float32 that differ on a GPU; "high" and "tensorfloat32" are others of the default.
+SETTINGS = ("default", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32_X3", "highest")
+DRAWS |= {f"float32-{setting}": Draw(_at(dtype="float32", precision=setting)) for setting in SETTINGS}
+DRAWS |= {"float32-X3-8192": Draw(_at(8192, dtype="float32", precision="BF16_BF16_F32_X3"))}
 TINY = {f"tiny-{name}": Draw(_at(40, 16), 1.0, name == "outliers") for name in ("plain", "outliers")}
+TINY |= {"tiny-float32": Draw(_at(40, 16, dtype="float32", precision="highest"))}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -155,7 +162,8 @@ def prepare(cases: Iterable[Case]) -> None:
     """Compiles our kernels in several processes, since one would take a minute."""
     from jax_fastattn import ffi
 
-    specs = kernel_specs(cases, ffi.arch() or "sm_90a")
+    arch = ffi.arch() or "sm_90a"
+    specs = kernel_specs([case for case in cases if not unsupported_reasons(case.problem(), arch)], arch)
     with multiprocessing.get_context("spawn").Pool(min(len(specs), os.cpu_count() or 1)) as pool:
         pool.map(ffi.prepare, specs, chunksize=1)
 
@@ -166,8 +174,9 @@ def program(name: str, case: Case) -> Callable[..., list[jax.Array]]:
     attend = IMPLEMENTATIONS[name].attend
 
     def function(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> list[jax.Array]:
-        out, pullback = jax.vjp(lambda *x: attend(case, Operands(*x)), query, key, value)
-        return [out, *pullback(dout.astype(out.dtype))]
+        with jax.default_matmul_precision(case.precision):
+            out, pullback = jax.vjp(lambda *x: attend(case, Operands(*x)), query, key, value)
+            return [out, *pullback(dout.astype(out.dtype))]
 
     return jax.jit(function)
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import accuracy
 import peers
 
-PLAIN, OUTLIERS = accuracy.TINY
+PLAIN, OUTLIERS, SINGLE = accuracy.TINY
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +58,14 @@ def test_exact_results_are_those_of_float32(name: str) -> None:
     out, pullback = jax.vjp(lambda *x: attention(*x, is_causal=case.is_causal), *wide[:3])
     for x, exact in zip([out, *pullback(wide[3])], accuracy.exact_results(case, *arrays), strict=True):
         np.testing.assert_allclose(x, exact, atol=2e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("name", ["jax_fastattn", accuracy.BASELINE])
+def test_every_implementation_has_the_precision_of_a_draw(name: str) -> None:
+    draw = accuracy.TINY[SINGLE]
+    assert "HIGHEST" in accuracy.program(name, draw.case).lower(*draw.arrays()).as_text()
+    found = accuracy.measured(name, [SINGLE])[SINGLE][name]
+    assert all(found[result]["rms"] < 1e-5 for result in accuracy.RESULT_NAMES)
 
 
 def test_draws_have_the_spread_of_their_names() -> None:
