@@ -373,8 +373,8 @@ def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
 def crossing_words(spec: KernelSpec) -> MemoryWords:
     """Returns what P becomes on its way to dS, from one warp to another or in registers while dP is computed.
 
-    In memory it takes the place of dS. In float16 it has three bits more than in bfloat16. With steep functions it would
-    be infinite there.
+    In memory it takes the place of dS. In float16 it has three bits more than in bfloat16. With steep functions it
+    would be infinite there.
     """
     if spec.products != "native":
         return Single()

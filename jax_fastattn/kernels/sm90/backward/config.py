@@ -303,8 +303,8 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
-    # Sums for a bias of keys and, over head dim 96, slopes take the registers of float16 weights. Steep slopes would make
-    # them infinite.
+    # Sums for a bias of keys and, over head dim 96, slopes take the registers of float16 weights. Steep slopes would
+    # make them infinite.
     float16_weights = not (spec.dkey_bias or spec.is_steep) and (spec.folds_lse or largest <= 96)
     config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads, float16_weights=float16_weights)
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes:
