@@ -117,7 +117,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         ),
     ]
     if "dropout" in problem.spec.present:
-        checks += _dropout_checks(problem, arch)
+        checks += _dropout_checks(problem)
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
     found += [Reason("score_mod", *why) for why in _score_mod_reasons(packed, longest)]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(packed)]
@@ -127,12 +127,11 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     return found
 
 
-def _dropout_checks(problem: Problem, arch: str | None) -> list[tuple[bool, Kind, str]]:
+def _dropout_checks(problem: Problem) -> list[tuple[bool, Kind, str]]:
     """Returns what dropout needs, as a row of checks each."""
     lengths = problem.query_length, problem.key_length
     known = problem.spec.is_part and all(is_known(size) for size in lengths)
     return [
-        (arch != "sm_90a" or problem.dtype == "float32", "dropout", "Hopper's kernels drop no attention weights yet"),
         (
             not known or not any(size % WORD_ROWS for size in lengths),
             "dropout",

@@ -317,10 +317,11 @@ def test_wrong_arguments_raise() -> None:
 
 def test_explain_names_the_reason() -> None:
     shapes = [jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)] * 3
-    found = explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch="sm_90a")
+    found = explain(*shapes, score_mod=lambda s, b, h, q, k: s, dropout_rate=0.1, dropout_key=KEY, arch="sm_90a")
     assert found.implementation == "xla"
-    assert found.reasons == ("Hopper's kernels drop no attention weights yet",)
-    assert explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch="sm_80").implementation == "cuda"
+    assert "the signs of weights say what is dropped, and those of a `score_mod` may be negative" in found.reasons
+    for arch in ("sm_80", "sm_90a"):
+        assert explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch=arch).implementation == "cuda"
     assert explain(*shapes, dropout_rate=0.0, dropout_key=KEY, arch="sm_90a").reasons == ()
 
 

@@ -71,3 +71,15 @@ def test_units_of_float16_have_the_factor() -> None:
     np.testing.assert_array_equal(
         np.log2(plain[..., 0]) + plain[..., 2], np.log2(dropped[..., 0]) + dropped[..., 2] + 3
     )
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.875, 0.999])
+def test_units_of_float16_leave_room_for_the_factor(rate: float) -> None:
+    """P times its unit times the factor is at most 2^15: Hopper rounds that to float16."""
+    operands = make_operands(rate, "float16")
+    shape = operands.query.shape
+    out, dout = jnp.ones(shape, "float16"), jnp.full(shape, 2.0**-12, "float16")
+    units = gradient_units(operands, out, jnp.zeros(shape[:3], jnp.float32), dout, None)
+    factor = numbers_of(operands).factor.view(np.float32).max()
+    assert (units[..., 2] + np.log2(factor) <= 15).all()
+    assert (units[..., 2] + np.log2(factor) > 12).all()

@@ -85,6 +85,8 @@ MORE_GRADIENTS = {
     "row-bias": Call(lengths=(77, 150), options=_options(bias=_floats(2, 1, 77, 1))),
     "row-bias-cap": Call(lengths=(77, 150), options=_options(bias=_floats(2, 1, 77, 1), logits_soft_cap=3.0)),
     "deterministic": Call(head_dim=128, lengths=(77, 150), options=_options(deterministic=True)),
+    # On Hopper the heads of a group take turns.
+    "deterministic-causal": Call(lengths=(77, 150), options=_options(deterministic=True, is_causal=True)),
     "float16": Call(dtype="float16", lengths=(77, 150)),
     "float16-d128": Call(dtype="float16", head_dim=128, rate=0.9, lengths=(77, 150)),
     "float32-d64": Call(dtype="float32", lengths=(77, 100)),
@@ -119,3 +121,38 @@ def test_portable_gradients(name: str) -> None:
 def test_more_portable_gradients(name: str) -> None:
     call = MORE_GRADIENTS[name]
     check_gradients(call, "sm_80", TOLERANCES[call.dtype])
+
+
+# Every commit runs each of Hopper's kernels once: forward of three and two warpgroups, dk with dv and dq, dk with dv,
+# dq alone, and the gradient of a bias.
+HOPPER_MASKS = ("d64-causal", "d128")
+HOPPER_GRADIENTS = ("d64-causal", "d128", "bias")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", HOPPER_MASKS)
+def test_hopper_masks(name: str) -> None:
+    check_mask(PORTABLE_MASKS[name], "sm_90a")
+
+
+@pytest.mark.parametrize("name", sorted({*PORTABLE_MASKS, *MORE_MASKS} - {*HOPPER_MASKS}))
+def test_more_hopper_masks(name: str) -> None:
+    check_mask({**PORTABLE_MASKS, **MORE_MASKS}[name], "sm_90a")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", HOPPER_GRADIENTS)
+def test_hopper_gradients(name: str) -> None:
+    call = PORTABLE_GRADIENTS[name]
+    check_gradients(call, "sm_90a", TOLERANCES[call.dtype])
+
+
+@pytest.mark.whole
+def test_hopper_gradients_over_head_dim_128() -> None:
+    check_gradients(Call(head_dim=192, lengths=(50, 133), batch=1), "sm_90a")
+
+
+@pytest.mark.parametrize("name", sorted({*PORTABLE_GRADIENTS, *MORE_GRADIENTS} - {*HOPPER_GRADIENTS, "d192"}))
+def test_more_hopper_gradients(name: str) -> None:
+    call = {**PORTABLE_GRADIENTS, **MORE_GRADIENTS}[name]
+    check_gradients(call, "sm_90a", TOLERANCES[call.dtype])

@@ -410,6 +410,42 @@ def test_gradient_of_sinks_spills_nothing(spec: KernelSpec) -> None:
     assert found == [0] * (2 if spec.family == "sm90" and spec.config.adds_dq else 1), kernels
 
 
+# Local memory of kernels with dropout and a causal mask: values that live across the loops.
+DROPOUT = {
+    ("sm_90a", "forward", (64, 64)): 0,
+    ("sm_90a", "forward", (96, 96)): 0,
+    ("sm_90a", "forward", (128, 128)): 0,
+    ("sm_90a", "forward", (192, 128)): 0,
+    ("sm_90a", "forward", (256, 256)): 0,
+    ("sm_90a", "backward", (64, 64)): 0,
+    ("sm_90a", "backward", (96, 96)): 0,
+    ("sm_90a", "backward", (128, 128)): 32,
+    ("sm_90a", "backward", (192, 128)): 0,
+    ("sm_90a", "backward", (256, 256)): 0,
+    ("sm_80", "forward", (64, 64)): 0,
+    ("sm_80", "forward", (128, 128)): 48,
+    ("sm_80", "forward", (256, 256)): 40,
+    ("sm_80", "backward", (64, 64)): 80,
+    ("sm_80", "backward", (128, 128)): 16,
+    ("sm_80", "backward", (256, 256)): 16,
+}
+
+
+def _dropout_specs() -> dict[KernelSpec, int]:
+    """Returns kernels with dropout, and the local memory of each; Hopper's short forward row is one of its own."""
+    features = {**CAUSAL, "features": (codes.DROPOUT,)}
+    found = {
+        _spec("sm90" if arch == "sm_90a" else "sm80", op, arch, dims, features): local_bytes
+        for (arch, op, dims), local_bytes in DROPOUT.items()
+    }
+    return found | {configured(next(iter(found)), short=True): 0}
+
+
+@pytest.mark.parametrize("spec", _dropout_specs(), ids=lambda spec: _row_name("dropout", spec))
+def test_kernels_with_dropout_spill_little(spec: KernelSpec) -> None:
+    _assert_fits(spec, kept_resources(spec), _dropout_specs()[spec])
+
+
 def _listed_specs() -> list[KernelSpec]:
     """Each portable kernel with lists, and one that adds in semaphore order."""
     specs = [_spec("sm80", op, arch, dims, LISTED) for arch, op, dims in LISTED_ROWS]
@@ -499,6 +535,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
         named += [("sinks", spec) for spec in _sinks_specs()]
         named += [("listed", spec) for spec in _listed_specs()]
         named += [("compared", spec) for spec in _compared_specs()]
+        named += [("dropout", spec) for spec in _dropout_specs()]
         named += [
             (features, spec) for spec, (_, _, features, _) in zip(_portable_bias_specs(), PORTABLE_BIASES, strict=True)
         ]

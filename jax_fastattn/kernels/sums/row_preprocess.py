@@ -170,9 +170,21 @@ class RowPreprocess:
     delta_factor: Float32 | float | None = None
 
     @classmethod
-    def of(cls, spec: KernelSpec, lse_scale: LseScale, units: Units | None = None) -> "RowPreprocess":
-        """Returns the preprocess for a launch, with the units of a head, which `lse_scale` has, too."""
-        return cls(lse_scale, bool(spec.matrix_bias or spec.key_bias), None if units is None else units.dp)
+    def of(
+        cls, spec: KernelSpec, lse_scale: LseScale, units: Units | None = None, survival: Float32 | None = None
+    ) -> "RowPreprocess":
+        """Returns the preprocess for a launch.
+
+        Args:
+            spec: the compile key.
+            lse_scale: how log-sum-exps are stored.
+            units: the units of a head, which `lse_scale` has, too; None for 1.
+            survival: the factor of dropout that `lse_scale` gives P: dS = P (keep dP - delta / factor). None for 1.
+        """
+        factor = None if units is None else units.dp
+        if survival is not None:
+            factor = (Float32(1.0) if factor is None else factor) / survival
+        return cls(lse_scale, bool(spec.matrix_bias or spec.key_bias), factor)
 
     def statistics(self, row: ReadRow) -> tuple[Float32, Float32]:
         """Returns (lse_scaled, delta): an infinity and 0 for a row that sees no key."""

@@ -60,13 +60,21 @@ def gradient_units(
     if dlse is not None:
         changes = changes + _finite(jnp.abs(dlse), live)
     bounds = _finite(changes * _weights(operands, lse), live)
-    return _units(_greatest(bounds, group, packed), _greatest(cotangents, group, packed), values)
+    # On Hopper, P has the factor of dropout, too: less than 2 needs no room.
+    room = None if factors is None else jnp.maximum(_exponent(factors) - 1, 0)
+    if room is not None and packed:
+        room = room.max(0, keepdims=True)
+    return _units(_greatest(bounds, group, packed), _greatest(cotangents, group, packed), values, room)
 
 
-def _units(bounds: jax.Array, cotangents: jax.Array, values: jax.Array) -> jax.Array:
-    """Returns units, given the greatest gradients and norms `[B, K]`."""
+def _units(bounds: jax.Array, cotangents: jax.Array, values: jax.Array, room: jax.Array | None) -> jax.Array:
+    """Returns units, given the greatest gradients and norms `[B, K]`.
+
+    Another factor on P takes `room`, a binary logarithm `[b, k]`; None for 0.
+    """
     both = jnp.clip(_TOP - _exponent(bounds), -_LIMIT, _LIMIT)
     log2_p = jnp.clip(both - _LOG2_DP, 0, _LOG2_P)
+    log2_p = log2_p if room is None else log2_p - room
     # Neither V nor the cotangent overflows.
     log2_dp = jnp.minimum(both - log2_p, _TOP - _exponent(jnp.maximum(cotangents, values)))
     # One fused loop writes all of them; a concatenation would be another one.

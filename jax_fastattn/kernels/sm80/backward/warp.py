@@ -87,7 +87,7 @@ class Warp:
         units = self.state.units()
         for which, acc in self.grads.items():
             if units is not None:
-                factor = units.over_p if which == DOUT else over_ds(units, scale)
+                factor = Float32(units.over_p) if which == DOUT else over_ds(units, scale)
             else:
                 factor = Float32(back) if which == DOUT else scale * back
             if which == DOUT and self.survival is not None:

@@ -13,7 +13,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
-from jax_fastattn.kernels.device.sequences import Sequence, Span
+from jax_fastattn.kernels.device.sequences import Sequence, Span, first_rows
 from jax_fastattn.kernels.device.tile_counter import fetch_next
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features import stages
@@ -105,7 +105,7 @@ class KeyTile:
 
     def score_head(self, member: Int32) -> Head:
         """Returns which scores a query head of the group has."""
-        return Head(self.queries.batch, self.first_head + member)
+        return Head(self.queries.batch, self.first_head + member, first_rows(self.queries, self.keys))
 
     def units(self, spec: KernelSpec, buffers: Buffers) -> Units:
         """Loads the units of the head, where they are needed: nothing keeps them in registers."""

@@ -22,6 +22,8 @@ from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
 from jax_fastattn.kernels.features import sinks
+from jax_fastattn.kernels.features.dropout import load_factor
+from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
@@ -219,8 +221,11 @@ class PreprocessKernel:
         in_products = self.spec.folds_lse and self.config.adds_dq
         kv_heads = scalars.num_heads // self.spec.group
         units = gradient.load_units(self.spec, buffers, queries, kv_heads, work.head // self.spec.group)
-        lse_scale = InProducts(scalars.scale, units.log2_p) if in_products else Base2(units.log2_p)
-        preprocess = RowPreprocess.of(self.spec, lse_scale, units if self.spec.has_gradient_units else None)
+        survival = load_factor(buffers, scalars.num_heads, Head(queries.batch, work.head))
+        log2_p = units.log2_p if survival is None else units.log2_p + ptx.log2(survival)
+        lse_scale = InProducts(scalars.scale, log2_p) if in_products else Base2(log2_p)
+        given = units if self.spec.has_gradient_units else None
+        preprocess = RowPreprocess.of(self.spec, lse_scale, given, survival)
         lse_scaled, delta = preprocess.statistics(own.read)
 
         def write() -> None:

@@ -235,13 +235,17 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         return (replace(config, shares_bias=config.shares_bias and spec.matrix_bias),)
     if columns <= 64:
         if short:
-            # What is loaded for keys takes registers in a step of the product.
-            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=3 if cost.key_nbytes else 4),)
-        if cost.registers >= codes.TERM_REGISTERS:
+            # What is loaded for keys takes registers in a step of the product, and draws take all that Q may have.
+            q_in_regs = 0 if spec.drops else 3 if cost.key_nbytes else 4
+            return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=q_in_regs),)
+        if cost.registers >= codes.TERM_REGISTERS and not spec.drops:
             return (ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),)
+        if spec.drops:
+            # With 128 keys the draws spill registers; two warpgroups with 128 keys take 1.06 times as long.
+            return (ForwardConfig(3, 96, 12, ping_pong=True),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:
-        if short:
+        if short or spec.drops:
             return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
         return (ForwardConfig(3, 96, 8, ping_pong=True, persistent=True),)
     if columns <= 128:

@@ -141,7 +141,7 @@ class OnlineSoftmax:
         def repair() -> None:
             self._repair(stage, weights, sums)
             if not late:
-                self.products.round_probabilities(weights)
+                self.products.round_probabilities(weights.anew())
 
         if not late:
             wait()

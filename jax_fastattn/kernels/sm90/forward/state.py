@@ -11,7 +11,7 @@ from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.device.sequences import Span, first_rows
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
@@ -69,7 +69,7 @@ class QueryTile:
     @property
     def score_head(self) -> Head:
         """Returns which scores the rows of the tile have."""
-        return Head(self.queries.batch, self.head)
+        return Head(self.queries.batch, self.head, first_rows(self.queries, self.keys))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Sizes
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.kept import keep_number, number_masks
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Element
@@ -190,8 +191,14 @@ class DbiasConsumer:
         """Adds dS of an item to the sum, given its products."""
         products, scores = self.products, self.sum.scores(place, _read_lane())
 
+        score = self.score.start(place.head) if self.score.drops else self.score
+        keep, survival = score.keep(scores), score.survival()
+
         def change(i: int, at: Element) -> Float32:
-            return Float32(products.dscore[i]) if deltas is None else products.dscore[i] - deltas[at.i]
+            dprobability = Float32(products.dscore[i])
+            if keep is not None:
+                dprobability = keep_number(dprobability, number_masks(keep(i // 2))[i % 2]) * survival
+            return dprobability if deltas is None else dprobability - deltas[at.i]
 
         self.sum.add(ItemPart(scores, lambda i: products.score[i], change, edge))
 
@@ -200,7 +207,11 @@ class DbiasConsumer:
         weights, scores = self.products.score, self.sum.scores(place, _read_lane())
         lse2, units = [self._statistic(stage, 0, i) for i in range(2)], self._units(place)
         lse2 = [x + units.log2_p for x in lse2]
-        score = self.score.start(place.head).load(place.scores(), self.shared.bias).read(scores)
+        started = self.score.start(place.head)
+        survival = started.survival()
+        # Statistics have the factor of dropout, which this kernel takes off: sums of P have no part in it.
+        lse2 = lse2 if survival is None else [x + ptx.log2(survival) for x in lse2]
+        score = started.load(place.scores(), self.shared.bias).read(scores)
         for i in range(cute.size(weights)):
             at = scores.at(i)
             probability, weights[i] = score.summed(weights[i], lse2[at.i], at)
@@ -210,7 +221,9 @@ class DbiasConsumer:
     def _deltas(self, place: DbiasItem, stage: Int32) -> list[Float32]:
         """Returns what dS subtracts from dP, of the lane's rows."""
         deltas, units = [self._statistic(stage, 1, i) for i in range(2)], self._units(place)
-        return [x * units.over_dp for x in deltas]
+        deltas = [x * units.over_dp for x in deltas]
+        survival = self.score.start(place.head).survival() if self.score.drops else None
+        return deltas if survival is None else [x * survival for x in deltas]
 
     def _units(self, place: DbiasItem) -> Units:
         """Loads the units of an item, which statistics have, and this kernel takes off: it rounds no dS."""

@@ -117,6 +117,7 @@ class DkdvConsumer:
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
         mask, words = QueryMask(spec, shared, row, lane_column), warpgroup_words(spec)
+        crossing = crossing_words(spec) if spec.config.main.float16_weights else words
         sums = head_sums(spec, 1, config.queries // 8)
         return cls(
             state=DkdvState(
@@ -132,9 +133,7 @@ class DkdvConsumer:
                 product=product,
             ),
             group=group,
-            weights=WeightExchange(
-                spec, words, crossing_words(spec), shared, thread, lane_column, mask, stage, product, sums
-            ),
+            weights=WeightExchange(spec, words, crossing, shared, thread, lane_column, mask, stage, product, sums),
         )
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
 from jax_fastattn.kernels.device.products import WarpgroupWords, Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
@@ -56,9 +57,15 @@ class WeightExchange:
     sums: tuple[HeadSums, ...]
 
     def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
-        """Returns P of S, and gives the weights to the other warpgroup; see `Differentiate`."""
+        """Returns what is kept of P of S, and gives the weights to the other warpgroup; see `Differentiate`.
+
+        With dropout the signs of weights say which are dropped.
+        """
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
+        # Dropout is drawn while the product runs.
+        keep = head.score.keep(self.mask.tile(head.work, index))
+        masks = None if keep is None else [ptx.move(keep(i)) for i in range(cute.size(self.product) // 2)]
         warpgroup.wait_group(flying)
         head = head.load(self.shared, index, stage)
         edge = self._edge(head, index, edges, first=first)
@@ -69,6 +76,9 @@ class WeightExchange:
         pairs, weights = Weights(head.score, tile, self.product).weighed_pairs(
             self.words, self.crossing, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
         )
+        if masks is not None:
+            pairs = [keep_pair(*x) for x in zip(pairs, masks, strict=True)]
+            weights = [mark(*x) for x in zip(weights, masks, strict=True)]
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
@@ -76,7 +86,7 @@ class WeightExchange:
 
     def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
-        del head, index, edges, first
+        del index, edges, first
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
         warpgroup.wait_group(flying)
@@ -84,8 +94,12 @@ class WeightExchange:
         pairs = []
         for i in range(0, config.queries // 4, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
+                dprobabilities = [Float32(self.product[2 * j + e]) for e in range(2)]
+                if head.score.drops:
+                    chunk, masks = unmark(chunk)
+                    dprobabilities = [keep_number(*x) for x in zip(dprobabilities, masks, strict=True)]
                 weights = self.crossing.numbers(chunk)
-                values = [weights[e] * (self.product[2 * j + e] - delta[j // 2 * 2 + e]) for e in range(2)]
+                values = [weights[e] * (dprobabilities[e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 for kind in self.sums:
                     kind.add(DscorePair(j, values))
                 pairs.append(self.words.pair(*values))

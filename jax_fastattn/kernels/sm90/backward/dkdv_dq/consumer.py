@@ -157,21 +157,24 @@ class DkdvDqConsumer:
         products, stage, phase = self.products, self.stage[0], self.stage[1]
         wgmma.wait(self.shared.query_full + stage, phase)
         head, at = head.load(self.shared, index, stage), self.mask.tile(head.work, index)
-        score, slopes = products.compute_scores(head.score, stage, at)
+        score, slopes, keep = products.compute_scores(head.score, stage, at)
         edge = self._edge(head, index, stage, edges)
         if edges is not None and self.spec.reads_edges:
             # After the exponentials this branch would keep ptxas from issuing dP between them.
             wgmma.wait(self.shared.dout_full + stage, phase)
             self.rows.zero_dead_queries(stage)
-        weights = products.probabilities(score, slopes, at, edge)
+        weights = products.probabilities(score, slopes, keep, at, edge)
         if edges is None or not self.spec.reads_edges:
             wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None and not self.spec.listed:
             self.rows.zero_queries(head.work, index, stage)
-        products.start_dp(stage)
+        if keep is None:
+            products.start_dp(stage)
+        else:
+            products.start_dropped_dp(stage, weights)
         products.add_dv(stage)
         warpgroup.wait_group(1)
-        dscores = products.dscores(weights, self.sums)
+        dscores = products.dscores(weights, self.sums, marked=keep is not None)
         products.add_dk(stage)
         self._wait_for_room()
         self._give_dscores(dscores)

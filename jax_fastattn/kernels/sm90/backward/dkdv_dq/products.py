@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import (
     LeftFactor,
@@ -27,7 +28,7 @@ from jax_fastattn.kernels.device.products import (
 )
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Edge, Keep, Score
 from jax_fastattn.kernels.sm90.backward.shared import STEP, BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums
@@ -119,7 +120,7 @@ class DkdvDqProducts:
 
     # The methods below compute the products of a tile of queries, in order.
 
-    def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> tuple[Score, list[Int32]]:
+    def compute_scores(self, score: Score, stage: Int32, tile: ScoreTile) -> tuple[Score, list[Int32], Keep | None]:
         """Computes logits less log-sum-exps; returns pairs of their slopes, empty where slopes are 1.
 
         Logits are over `score.factor` where they are products times a factor, maybe plus a bias, which is not yet
@@ -128,27 +129,47 @@ class DkdvDqProducts:
         difference to a log-sum-exp close to it is exact.
 
         Returns:
-            the composition for the rest of the pass, and the slopes.
+            the composition for the rest of the pass, the slopes, and which weights dropout keeps; None for all.
         """
         query = self.query[None, None, None, stage]
         steps, minus, slopes = wgmma.steps_of(self.score_mma, self.key, query), self._minus(stage, 0), []
         if score.folds_lse:
             wgmma.gemm_steps(self.scores, [*steps, minus], accumulate=False)
-            # What a bias loads comes while the product runs.
+            keep = self._draw(score, tile)
+            # What a bias loads comes while the product runs, and so does dropout.
             score = score.preload(tile)
         else:
             wgmma.gemm_steps(self.scores, steps, accumulate=False)
             warpgroup.wait_group(0)
             slopes = self._change_logits(score, tile)
             wgmma.gemm_steps(self.scores, [minus], accumulate=True)
+            # Masks next to slopes would spill.
+            keep = score.keep(tile)
         warpgroup.wait_group(0)
-        return score, slopes
+        return score, slopes, keep
 
-    def probabilities(self, score: Score, slopes: list[Int32], tile: ScoreTile, edge: Edge | None) -> list[Int32]:
-        """Turns S into P, the left factor of dV; returns pairs of weights, see `score.py`."""
+    def _draw(self, score: Score, tile: ScoreTile) -> Keep | None:
+        """Draws which weights dropout keeps, and returns them; None for all."""
+        keep = score.keep(tile)
+        if keep is None:
+            return None
+        return [ptx.move(keep(i)) for i in range(cute.size(self.scores) // 2)].__getitem__
+
+    def probabilities(
+        self, score: Score, slopes: list[Int32], keep: Keep | None, tile: ScoreTile, edge: Edge | None
+    ) -> list[Int32]:
+        """Turns S into P, the left factor of dV; returns pairs of weights, see `score.py`.
+
+        With dropout, signs say which weights are dropped.
+        """
         probabilities, weights = Weights(score, tile, self.scores).weighed_pairs(
             self.words, self.weight_words, lambda i, at: self._weighed(score, i, slopes, at, edge)
         )
+        if keep is not None:
+            masks = [keep(i) for i in range(len(probabilities))]
+            for i, (pair, mask) in enumerate(zip(probabilities, masks, strict=True)):
+                self.p_factor.put(i, keep_pair(pair, mask))
+            return [mark(*x) for x in zip(weights if slopes else probabilities, masks, strict=True)]
         for i, pair in enumerate(probabilities):
             self.p_factor.put(i, pair)
         # Weights are P itself where slopes are 1 and words are the same; a product in flight reads its registers.
@@ -171,17 +192,27 @@ class DkdvDqProducts:
         steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
         wgmma.gemm_steps(self.scores, [self._minus(stage, 1), *steps], accumulate=False)
 
+    def start_dropped_dp(self, stage: Int32, weights: list[Int32]) -> None:
+        """Computes dP, and starts to subtract delta from what is kept of it; see `probabilities` for weights."""
+        steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
+        wgmma.gemm_steps(self.scores, steps, accumulate=False)
+        warpgroup.wait_group(0)
+        for i, pair in enumerate(weights):
+            for e, mask in enumerate(unmark(pair)[1]):
+                self.scores[2 * i + e] = keep_number(self.scores[2 * i + e], mask)
+        wgmma.gemm_steps(self.scores, [self._minus(stage, 1)], accumulate=True)
+
     def add_dv(self, stage: Int32) -> None:
         """Starts dV += P^T dO."""
         self.p_factor.multiply(self.dv, self.dout_t[None, None, None, stage])
 
-    def dscores(self, weights: list[Int32], sums: tuple[HeadSums, ...]) -> list[Int32]:
+    def dscores(self, weights: list[Int32], sums: tuple[HeadSums, ...], *, marked: bool) -> list[Int32]:
         """Turns dP - delta into dS, the left factor of dK, which it adds to sums; returns its pairs.
 
-        Weights are pairs, too, so that half as many registers wait.
+        Weights are pairs, too, so that half as many registers wait. If they are marked, their signs do not count.
         """
         for i, pair in enumerate(weights):
-            factors = self.weight_words.numbers(pair)
+            factors = self.weight_words.numbers(unmark(pair)[0] if marked else pair)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
             for kind in sums:
                 kind.add(DscorePair(i, values))

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, scaling, wgmma, zeroing
+from jax_fastattn.kernels.device.kept import keep_number, mark_number, number_masks, unmark_number
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words, warpgroup_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
@@ -218,11 +219,13 @@ class DqConsumer:
         return ScoreTile(self.work.row + self.row, tile, keys, self.lane_column, n_blocks=keys // 8)
 
     def _probabilities(self, tile: ScoreTile) -> None:
-        """Turns S into weights, see `score.py`."""
-        weights, reading = self.products.score, self.score.read(tile)
+        """Turns S into weights, see `score.py`. With dropout their signs say which are dropped."""
+        weights, reading, keep = self.products.score, self.score.read(tile), self.score.keep(tile)
         for i in range(cute.size(weights)):
             at = tile.at(i)
             _, weights[i] = reading.gradient(weights[i], self.stats[at.i].lse2, at)
+            if keep is not None:
+                weights[i] = mark_number(weights[i], number_masks(keep(i // 2))[i % 2])
 
     def _dscores(self, tile: ScoreTile, edge: Edge | None) -> None:
         """Turns dP into dS, the left factor of dQ, 0 where a query does not see the key: it may be no number there."""
@@ -231,7 +234,11 @@ class DqConsumer:
             values = []
             for i in (2 * pair, 2 * pair + 1):
                 at = tile.at(i)
-                value = score[i] * (dscore[i] - self.stats[at.i].delta)
+                weight, dprobability = score[i], dscore[i]
+                if self.score.drops:
+                    weight, mask = unmark_number(weight)
+                    dprobability = keep_number(dprobability, mask)
+                value = weight * (dprobability - self.stats[at.i].delta)
                 values.append(value if edge is None else edge.select(value, at))
             products.factor.put(pair, products.words.pair(*values))
 

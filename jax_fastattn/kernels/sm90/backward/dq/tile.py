@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Sizes
-from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.device.sequences import Span, first_rows
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
@@ -88,4 +88,4 @@ class DqTile:
     @property
     def score_head(self) -> Head:
         """Returns which scores its rows have."""
-        return Head(self.queries.batch, self.head)
+        return Head(self.queries.batch, self.head, first_rows(self.queries, self.keys))
