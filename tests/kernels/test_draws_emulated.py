@@ -21,6 +21,7 @@ import emulated_draws
 import emulated_ops
 import jax.numpy as jnp
 from testing.combinations import features_of
+from testing.random_dropout import has_random_dropout
 from testing.random_functions import has_random_score
 
 from jax_fastattn.cases.case import Case
@@ -57,7 +58,13 @@ def test_samples_have_masks_ids_functions_and_biases(arch: str) -> None:
 def test_samples_have_functions_of_scores() -> None:
     for arch in emulated_draws.ARCHS:
         cases = [case for case in emulated_draws.draws(34, 24, arch) if case.packed is None]
-        assert 6 <= sum(map(has_random_score, cases)) <= len(cases) - 6
+        assert 4 <= sum(map(has_random_score, cases)) <= len(cases) - 6
+
+
+def test_samples_have_dropout() -> None:
+    for arch in emulated_draws.ARCHS:
+        found = [has_random_dropout(case) for case in emulated_draws.draws(34, 24, arch)]
+        assert 4 <= sum(found) <= 14
 
 
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])

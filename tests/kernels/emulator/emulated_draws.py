@@ -4,7 +4,8 @@
 
 A call is what `ops/cuda/passes.py` makes of canonical operands, on the GPU that a test names. What the public functions
 do before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except
-that the gradient of a bias gets the dtype of the bias. Half of the calls that are not packed have a random `score_mod`.
+that the gradient of a bias gets the dtype of the bias. A third of the calls have dropout, and half of the others that
+are not packed have a random `score_mod`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from emulated_launch import MULTIPROCESSORS
 from testing import combinations, compare
 from testing.compare import Results
 from testing.poison import poison
+from testing.random_dropout import with_random_dropout
 from testing.random_functions import with_random_score
 
 from jax_fastattn import ffi
@@ -44,7 +46,7 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
         has_gradients: whether the backward pass runs, too.
     """
     spec, operands, *cotangents = combinations.inputs(case)
-    spec, operands = with_random_score(case, spec, operands)
+    spec, operands = with_random_dropout(case, *with_random_score(case, spec, operands))
     expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
     rounding = combinations.rounding(case)
     operands, dout, dlse = poison(spec, operands, *cotangents, turn=case.draw or 0)

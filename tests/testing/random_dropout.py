@@ -1,0 +1,40 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random dropout, which calls take in addition to their other arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+
+import jax.numpy as jnp
+
+from jax_fastattn import dropout
+from jax_fastattn.cases.case import Case
+from jax_fastattn.spec import AttentionSpec, Operands
+
+_RATES = (0.1, 0.3, 0.6)
+
+
+def has_random_dropout(case: Case) -> bool:
+    """Returns whether `with_random_dropout` adds dropout: to a third of the calls."""
+    return _number(case) % 3 == 0
+
+
+def with_random_dropout(case: Case, spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """Returns spec and operands of a case with dropout, the same in every run; see `has_random_dropout`.
+
+    Masks are those of each batch entry and head, or one for all.
+    """
+    if not has_random_dropout(case):
+        return spec, operands
+    number = _number(case) // 3
+    heads = (operands.query.shape[0], operands.query.shape[2]) if number % 2 else (1, 1)
+    words = jnp.array([number % 1000, 7], jnp.uint32)
+    operands = operands._replace(dropout=dropout.numbers(words, _RATES[number % len(_RATES)], *heads))
+    return dataclasses.replace(spec, present=operands.present()), operands
+
+
+def _number(case: Case) -> int:
+    """Returns a number that depends on all of a case."""
+    return zlib.crc32(f"dropout of {case}".encode())
