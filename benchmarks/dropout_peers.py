@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args(argv)
     if options.arch:
-        from jax_fastattn.testing.borrow import borrow
+        from testing.borrow import borrow
 
         borrow(options.arch)
     record: dict[str, Any] = {**describe_run(options.commit), "arch": options.arch, "rate": RATE, "cases": {}}

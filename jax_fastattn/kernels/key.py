@@ -19,7 +19,11 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind
 
 # How kernels multiply operands.
-Products = Literal["native", "bf16x3"]
+Products = Literal["native", "bf16x3", "half"]
+
+# In the forward pass, unnormalized weights of "half" are times 2 to this power. They are normal numbers of float16 down
+# to 2^-20 of a row's largest one.
+_LOG2_WEIGHT = 6
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class KernelSpec:
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
         operand_dtype: the dtype of Q, K, V and cotangents in memory, "bfloat16" or "float16".
         products: "native" multiplies operands as they are. With "bf16x3" operands are float32 in two bfloat16 terms,
-            side by side in each row: rounded elements, then rounded rests. A product is three of these terms.
+            side by side in each row: rounded elements, then rounded rests. A product is three of these terms. With
+            "half" operands are float32 times powers of two, rounded to float16, see `ops/cuda/half.py`.
         head_dim, v_head_dim: multiples of `arguments/precision.head_dim_multiple`, at most 256.
         group: query heads per key/value head.
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
@@ -115,17 +120,37 @@ class KernelSpec:
     @property
     def terms(self) -> int:
         """How many terms an operand has."""
-        return 1 if self.products == "native" else 2
+        return 2 if self.products == "bf16x3" else 1
 
     @property
     def row_columns(self) -> tuple[int, int]:
-        """How many columns of 16 bits a row of Q and K takes, and a row of V and dO. Results take as many."""
+        """How many columns of 16 bits a row of Q and K takes, and a row of V and dO."""
         return self.terms * self.head_dim, self.terms * self.v_head_dim
+
+    @property
+    def result_nbytes(self) -> int:
+        """The bytes of an element of the output and of the gradients of Q, K and V."""
+        return 2 if self.products == "native" else 4
+
+    @property
+    def log2_weight(self) -> int:
+        """The binary logarithm of the factor that unnormalized weights have in the forward pass."""
+        return _LOG2_WEIGHT if self.products == "half" and self.op == "forward" else 0
+
+    @property
+    def takes_delta(self) -> bool:
+        """Whether a backward pass takes delta, which XLA computes where it converts dO; else the output and dlse."""
+        return self.products == "half"
+
+    @property
+    def takes_out(self) -> bool:
+        """Whether it computes delta from the output."""
+        return not self.takes_delta
 
     @property
     def has_gradient_units(self) -> bool:
         """Whether P and dS are rounded to float16, which has few small numbers: see `sums/units.py`."""
-        return self.op == "backward" and self.product_dtype == "float16"
+        return self.op == "backward" and self.product_dtype == "float16" and self.products == "native"
 
     @property
     def offset_operand(self) -> bool:

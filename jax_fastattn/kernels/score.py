@@ -23,6 +23,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.mma import Accumulator
+from jax_fastattn.kernels.device.products import summed
 from jax_fastattn.kernels.device.softmax import LOG2_E
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
@@ -80,6 +81,9 @@ class Score:
         negative: whether the forward kernel has to negate Q, since the scale is negative; None where it never has to.
         hides_keys: whether a bias of keys is a step of the product, and so no feature. It may hide keys.
         joins_lse: whether a backward pass adds what a feature adds and the log-sum-exp as one term.
+        log2_weight: the binary logarithm of the factor on unnormalized weights, see `KernelSpec.log2_weight`.
+        rounds: in the forward pass, returns two weights as the product with V has them, for sums; None if sums are of
+            weights as they are.
     """
 
     factor: Float32
@@ -89,6 +93,8 @@ class Score:
     negative: Boolean | None = None
     hides_keys: bool = False
     joins_lse: bool = True
+    log2_weight: int = 0
+    rounds: softmax.Rounding | None = None
 
     @classmethod
     def forward(
@@ -105,7 +111,7 @@ class Score:
         magnitude = ptx.where(negative, -scalars.scale, scalars.scale)
         factor = ptx.maximum(magnitude * LOG2_E, Float32(_TINY_SCALE))
         features = features_of(FeatureArguments(spec, buffers, scalars, scalars.scale))
-        return cls(factor, factor, features, spec.codes, negative)
+        return cls(factor, factor, features, spec.codes, negative)._of_launch(spec)
 
     @classmethod
     def backward(
@@ -127,7 +133,11 @@ class Score:
         unit = factor
         if steps := _with(features, "logit"):
             unit = steps[-1].unit() if steps[-1].defines("unit") else Float32(1.0)
-        return cls(factor, unit, features, spec.codes)
+        return cls(factor, unit, features, spec.codes)._of_launch(spec)
+
+    def _of_launch(self, spec: KernelSpec) -> "Score":
+        """Returns the composition with what a launch does to weights."""
+        return replace(self, log2_weight=spec.log2_weight, rounds=summed(spec))
 
     @property
     def steps(self) -> tuple[Feature, ...]:
@@ -223,11 +233,20 @@ class Score:
         blocks = 1, _size(acc) // 4
         if (added := self.read(tile).added) is None:
             self.full(acc, tile)
-            return softmax.exponentials(acc, *blocks, self.unit, [maxima[i] * self.unit for i in range(2)])
+            return softmax.exponentials(acc, *blocks, self.unit, [self.shift(maxima[i]) for i in range(2)], self.rounds)
+        shifts = [self._raised(maxima[i]) for i in range(2)]
         for i in range(_size(acc)):
             at = tile.at(i)
-            acc[i] = ptx.exp2(ptx.fma(acc[i], self.factor, added.term(at, maxima[at.i])))
-        return softmax.row_sums(acc, *blocks)
+            acc[i] = ptx.exp2(ptx.fma(acc[i], self.factor, added.term(at, shifts[at.i])))
+        return softmax.row_sums(acc, *blocks, self.rounds)
+
+    def shift(self, maximum: Float32) -> Float32:
+        """Returns what is subtracted from logits in base 2 of a row, given its maximum in units of `full`."""
+        return self._raised(maximum * self.unit)
+
+    def _raised(self, shift: Float32) -> Float32:
+        """Returns a shift of logits in base 2 less the logarithm of the factor on weights."""
+        return shift - float(self.log2_weight) if self.log2_weight else shift
 
     def edge(
         self, acc: Accumulator, tile: ScoreTile, seen: Sequence[Limits] | Bits | SeenKeys, *, check_low: bool

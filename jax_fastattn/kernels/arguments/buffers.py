@@ -77,6 +77,7 @@ class Buffers(NamedTuple):
         lse: `[B, T, N]`.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
+        delta: `[B, T, N]`, rowsum(out * dout) - dlse, in the unit of dP.
         gradient_units: `[B, K, 4]`, of packed sequences `[1, K, 4]`, see `sums/units.py`.
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
@@ -141,10 +142,15 @@ class Buffers(NamedTuple):
     key_bias_parts: Annotated[Any, Buffer("operand", "bfloat16", needs="key_bias_parts", ops=_FORWARD)]
     row_bias: Annotated[Any, Buffer("operand", "float32", needs="row_bias", ops=_TILED)]
     added: Any
-    out: Annotated[Any, Buffer("result", ops=_ANSWER), Buffer("operand", dtype_of="result_dtype", ops=_BACKWARD)]
+    out: Annotated[
+        Any,
+        Buffer("result", ops=_ANSWER),
+        Buffer("operand", needs="takes_out", dtype_of="result_dtype", ops=_BACKWARD),
+    ]
     lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_BACKWARD)]
     dout: Annotated[Any, Buffer("operand", ops=_BACKWARD)]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse", ops=_BACKWARD)]
+    delta: Annotated[Any, Buffer("operand", "float32", needs="takes_delta", ops=_BACKWARD)]
     gradient_units: Annotated[Any, Buffer("operand", "float32", needs="has_gradient_units", ops=_BACKWARD)]
     dq: Annotated[Any, Buffer("result", ops=_BACKWARD)]
     dk: Annotated[Any, Buffer("result", ops=_BACKWARD)]

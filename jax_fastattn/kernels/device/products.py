@@ -362,21 +362,20 @@ def _store(address: Int32, pair: tuple[Int32, Int32], apart: int) -> None:
 
 def product_words(spec: KernelSpec) -> FactorWords:
     """Returns what the operands of a launch are, and what P and dS become."""
-    return Native(spec.product_dtype) if spec.products == "native" else Split()
+    return Native(spec.product_dtype) if spec.terms == 1 else Split()
 
 
 def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
     """Returns what `product_words` does for a launch whose warpgroups multiply."""
-    return Native(spec.product_dtype) if spec.products == "native" else Split()
+    return Native(spec.product_dtype) if spec.terms == 1 else Split()
 
 
 def crossing_words(spec: KernelSpec) -> MemoryWords:
     """Returns what P becomes on its way to dS, from one warp to another or in registers while dP is computed.
 
-    In memory it takes the place of dS. In float16 it has three bits more than in bfloat16. With steep functions it
-    would be infinite there.
+    In float16 it has three bits more than in bfloat16, and would be infinite with steep functions.
     """
-    if spec.products != "native":
+    if spec.terms > 1:
         return Single()
     return Native(spec.product_dtype if spec.is_steep else "float16")
 
@@ -386,9 +385,16 @@ def result_words(spec: KernelSpec) -> MemoryWords:
     return Native(spec.result_dtype) if spec.products == "native" else Single()
 
 
-def scaled(words: Words, values: list[Int32], factor: Float32) -> list[Int32]:
-    """Returns words of pairs times a factor. A pair has one word."""
-    return [words.pair(*(x * factor for x in words.numbers(value))) for value in values]
+def summed(spec: KernelSpec) -> Callable[[Float32, Float32], list[Float32]] | None:
+    """Returns what rounds two weights of a forward pass for its sums; None if sums are of weights as they are.
+
+    Delta is made of the output. The output of weights that add up to their sum has no error where one weight is nearly
+    1, and there dS is a small difference of dP and delta. An output of 16 bits is rounded anyway.
+    """
+    if spec.op != "forward" or spec.products != "half":
+        return None
+    dtype = ptx.MMA_DTYPE[spec.product_dtype]
+    return lambda low, high: ptx.unpack(ptx.pack(low, high, dtype=dtype, apart=True), dtype=dtype)
 
 
 def pairs(words: Words, acc: Any) -> list[Pair]:

@@ -111,14 +111,22 @@ def store_global_chunk(address: Int64, values: Registers, *, loc: Any = None, ip
 
 @dsl_user_op
 def pack(
-    low: Float32, high: Float32, *, dtype: str = "bf16", floor: bool = False, loc: Any = None, ip: Any = None
+    low: Float32,
+    high: Float32,
+    *,
+    dtype: str = "bf16",
+    floor: bool = False,
+    apart: bool = False,
+    loc: Any = None,
+    ip: Any = None,
 ) -> Int32:
     """Rounds two values to nearest and packs them, `low` into the lower half; dtype is "bf16" or "f16".
 
-    With a `floor` negative values become 0.
+    With a `floor` negative values become 0. If it is `apart`, the compiler makes no other pair of the same values the
+    same register, which a product in flight may still read.
     """
     text = f"cvt.rn{'.relu' if floor else ''}.{dtype}x2.f32 $0, $1, $2;"
-    return _asm(text, "r", "ff", [Float32(high), Float32(low)], False, loc, ip)
+    return _asm(text, "r", "ff", [Float32(high), Float32(low)], apart, loc, ip)
 
 
 @dsl_user_op

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of a warpgroup's accumulator to global memory, from registers."""
+"""Stores of accumulators to global memory from registers: of a warpgroup, or of a warp with blocks of 16 rows."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -45,17 +45,19 @@ def strided(first: Int64, stride: Int64) -> Callable[[Int32], Int64]:
 
 @dataclass(frozen=True, eq=False)
 class RowStore:
-    """Where a lane stores its two rows of a result.
+    """Where a lane stores its rows of a result.
 
-    The quad stores 64 neighboring bytes of a row at once, 16 a lane; in float32 it is 32 bytes, 8 a lane.
+    In words of 16 bits a lane stores 16 bytes at a time, and the quad 64 neighboring bytes of a row. In float32 these
+    are 8 and 32 bytes.
 
     Attributes:
         address: returns the byte address of a row.
         columns: columns to store, a multiple of 8.
-        row: the lane's first row; the other one is 8 rows below.
+        row: the lane's first row; the others follow 8 apart.
         end: rows from there on are not stored.
         quad_lane: index of the lane among the four that share its rows.
         words: what elements are stored as.
+        blocks: blocks of 8 columns of the accumulator, if it has more than 16 rows of a warp.
     """
 
     address: Callable[[Int32], Int64]
@@ -64,18 +66,19 @@ class RowStore:
     end: Int32
     quad_lane: Int32
     words: MemoryWords
+    blocks: int = 0
 
     def store(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
-        """Stores an accumulator `[64, padded columns]`; all lanes call it.
+        """Stores an accumulator `[64, padded columns]`, or a warp's `[rows, padded columns]`; all lanes call it.
 
         Args:
             rows: what the lane's rows become; each is taken just before its stores.
         """
+        if self.words.columns(1) == 2:
+            self._store_numbers(acc, rows)
+            return
         for i, result in enumerate(rows):
             row = self.row + 8 * i
-            if self.words.columns(1) > 1:
-                self._store_single(acc, i, row, result)
-                continue
             address = self.address(row) + self.quad_lane * 16
             for block in range(0, self.columns // 8, 4):
                 pairs = [self._pair(acc, j, i, result) for j in range(block, block + 4)]
@@ -89,15 +92,18 @@ class RowStore:
 
                 cutlass.if_generate(stores, store)
 
-    def _store_single(self, acc: Accumulator, i: int, row: Int32, result: ResultRow) -> None:
-        """Stores row i of the lane's two in float32."""
-        address = self.address(row) + self.quad_lane * 8
+    def _store_numbers(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
+        """Stores float32 numbers, two neighbors at once."""
+        for i, result in enumerate(rows):
+            row = self.row + 8 * i
+            address = self.address(row) + self.quad_lane * 8
+            found = [self.words.numbers(self._pair(acc, block, i, result)) for block in range(self.columns // 8)]
 
-        def store() -> None:
-            for block in range(self.columns // 8):
-                ptx.store_global_pair(address + block * 32, *self.words.numbers(self._pair(acc, block, i, result)))
+            def store(address: Int64 = address, found: list = found) -> None:
+                for block, numbers in enumerate(found):
+                    ptx.store_global_pair(address + block * 32, *numbers)
 
-        cutlass.if_generate(row < self.end, store)
+            cutlass.if_generate(row < self.end, store)
 
     def store_live(self, acc: Accumulator, live: copies.Rows, factor: Float32 | None = None) -> None:
         """Stores an accumulator times a factor, and zeros in rows that are not live."""
@@ -112,6 +118,6 @@ class RowStore:
             yield ResultRow(is_live, factor)
 
     def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Pair:
-        """Returns the lane's two elements of a block of 8 columns, in row i of its two."""
-        first = 4 * block + 2 * i
+        """Returns the lane's two elements of a block of 8 columns, in row i of its rows."""
+        first = 4 * (i // 2 * self.blocks + block) + i % 2 * 2
         return result.pair(acc[first], acc[first + 1], self.words)

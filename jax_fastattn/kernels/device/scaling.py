@@ -5,7 +5,7 @@
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.products import Words, scaled
+from jax_fastattn.kernels.device.products import Words
 from jax_fastattn.kernels.device.regions import NamedBarrier
 
 
@@ -25,3 +25,8 @@ def scale_tile(address: Int32, nbytes: int, words: Words, factor: Float32, barri
         ptx.store_shared_chunk(start + offset, scaled(words, ptx.load_shared_chunk(start + offset), factor))
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=barrier.at(thread // 128), number_of_threads=128)
+
+
+def scaled(words: Words, values: list[Int32], factor: Float32) -> list[Int32]:
+    """Returns words of pairs times a factor. A pair has one word."""
+    return [words.pair(*(x * factor for x in words.numbers(value))) for value in values]

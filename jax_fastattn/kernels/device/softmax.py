@@ -5,10 +5,14 @@
 A kernel keeps scores q . k unscaled and folds the scale into the exponential: one FFMA and one MUFU per score.
 """
 
+from collections.abc import Callable
+
 from cutlass import Float32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator, accumulator_row
+
+Rounding = Callable[[Float32, Float32], list[Float32]]
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -37,12 +41,17 @@ def _row_indices(row: int, n_blocks: int) -> list[int]:
 
 
 def exponentials(
-    acc: Accumulator, m_blocks: int, n_blocks: int, factor: Float32, shifts: list[Float32]
+    acc: Accumulator,
+    m_blocks: int,
+    n_blocks: int,
+    factor: Float32,
+    shifts: list[Float32],
+    rounds: Rounding | None = None,
 ) -> list[Float32]:
     """Replaces scores by 2^(factor * score - shift of the row) and returns this lane's sums of its rows.
 
-    It goes column by column, as the next product consumes them, and with sums as trees: in row order with
-    running sums ptxas spilled 80 bytes at 32 x 64 scores and 128 output columns.
+    It goes column by column, as the next product consumes them, and with sums as trees: in row order with running sums
+    ptxas spilled 80 bytes at 32 x 64 scores and 128 output columns. See `row_sums` for `rounds`.
     """
     for n in range(n_blocks):
         for m in range(m_blocks):
@@ -50,12 +59,24 @@ def exponentials(
                 index = (m * n_blocks + n) * 4 + element
                 shift = shifts[accumulator_row(m, element)]
                 acc[index] = ptx.exp2(ptx.fma(acc[index], factor, -shift))
-    return row_sums(acc, m_blocks, n_blocks)
+    return row_sums(acc, m_blocks, n_blocks, rounds)
 
 
-def row_sums(acc: Accumulator, m_blocks: int, n_blocks: int) -> list[Float32]:
-    """Returns this lane's sums of its rows."""
-    return [_tree_sum([acc[index] for index in _row_indices(row, n_blocks)]) for row in range(2 * m_blocks)]
+def row_sums(acc: Accumulator, m_blocks: int, n_blocks: int, rounds: Rounding | None = None) -> list[Float32]:
+    """Returns this lane's sums of its rows.
+
+    Args:
+        acc: the accumulator.
+        m_blocks, n_blocks: its blocks.
+        rounds: returns two neighbors as the next product has them; None if they count as they are.
+    """
+    sums = []
+    for row in range(2 * m_blocks):
+        terms = [acc[index] for index in _row_indices(row, n_blocks)]
+        if rounds is not None:
+            terms = [x for i in range(0, len(terms), 2) for x in rounds(terms[i], terms[i + 1])]
+        sums.append(_tree_sum(terms))
+    return sums
 
 
 def _tree_sum(terms: list[Float32]) -> Float32:

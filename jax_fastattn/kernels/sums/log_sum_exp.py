@@ -87,7 +87,7 @@ class LogSumExps:
             row = first_row + 8 * i
             total = softmax.quad_sum(total)
             inside = Boolean(row < self.query_end)
-            log_max, total = self.score.shift_row(maximum * self.score.unit, total, row)
+            log_max, total = self.score.shift_row(self.score.shift(maximum), total, row)
             end = RowEnd.of(self.score, log_max, total, inside)
             address = buffers.lse.toint() + ((lse_row + row) * scalars.num_heads + self.head) * 4
             stores = Boolean((row < self.queries.length) & (self.column == 0))

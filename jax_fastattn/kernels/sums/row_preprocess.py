@@ -58,6 +58,26 @@ class OutputDelta:
         return product if self.dlse is None else product - self.dlse
 
 
+@final
+@dataclass(frozen=True)
+class GivenDelta:
+    """Delta that is an operand.
+
+    Attributes:
+        delta: the number of the row, see `Buffers.delta`.
+    """
+
+    delta: Float32
+
+    def value(self) -> Float32:
+        """Returns the number."""
+        return self.delta
+
+    def of_sink(self) -> Float32:
+        """Returns the number, of any row."""
+        return self.delta
+
+
 class LseScale(Protocol):
     """How the other backward kernels read a log-sum-exp."""
 

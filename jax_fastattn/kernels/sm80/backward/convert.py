@@ -31,6 +31,8 @@ class ConvertKernel:
         self.tile = self.reduce.tile.shared
         self.threads = 32 * config.dq_warps
         self.shared_nbytes = self.tile.nbytes
+        # The tile of a 16-bit operand has no room for them.
+        self.stores_numbers = spec.terms == 1 and spec.result_nbytes == 4
         self.factor = 2.0 ** -gradient.log2_probability_factor(spec, config)
 
     def launch(self, buffers: Buffers, scalars: Scalars, query_tiles: Int32) -> Launch:
@@ -58,10 +60,17 @@ class ConvertKernel:
         acc, end = self.reduce.finish(buffers, index, warp, lane, end)
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         units = load_units(buffers, queries, heads // self.spec.group, work.kv_head)
-        self._scatter(acc, shared, warp, lane, end, over_ds(units, scalars.scale))
-        cute.arch.sync_threads()
-        target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * self.tile.columns)
-        self._store(shared, target, warp, lane, gradient.row_stride(heads, self.tile.columns), queries.length - first)
+        scale, stored_rows = over_ds(units, scalars.scale), queries.length - first
+        if cutlass.const_expr(self.stores_numbers):
+            nbytes = 4 * self.spec.head_dim
+            target = buffers.dq.toint() + queries.row_head(first, heads, head) * nbytes
+            stored = gradient.NumberRows(target, Int64(heads) * nbytes, self.spec.head_dim, stored_rows)
+            self._store_numbers(acc, (warp, lane), end, scale, stored)
+        else:
+            self._scatter(acc, shared, warp, lane, end, scale)
+            cute.arch.sync_threads()
+            target = buffers.dq.toint() + queries.row_head(first, heads, head) * (2 * self.tile.columns)
+            self._store(shared, target, warp, lane, gradient.row_stride(heads, self.tile.columns), stored_rows)
 
     def _scatter(self, acc: list[Float32], shared: Int32, warp: Int32, lane: Int32, end: Int32, scale: Float32) -> None:
         blocks, (row, column) = self.reduce.tile.blocks, self.reduce.tile.place(warp)
@@ -69,6 +78,15 @@ class ConvertKernel:
         gradient.scatter(
             acc, blocks, self.tile, shared + self.tile.offset(row, self.words.columns(column)), lane, self.words
         )
+
+    def _store_numbers(
+        self, acc: list[Float32], place: tuple[Int32, Int32], end: Int32, scale: Float32, rows: gradient.NumberRows
+    ) -> None:
+        """Stores a warp's part, given warp and lane, in float32 from registers; zeros from row `end` on."""
+        tile, (warp, lane) = self.reduce.tile, place
+        row, column = tile.place(warp)
+        gradient.finish_rows(acc, tile.blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
+        gradient.store_numbers(acc, tile.blocks, rows, (row, column), lane, tile.column_warps)
 
     def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
         """Stores the rows in blocks of 16, which the warps take in turn."""

@@ -161,8 +161,8 @@ class DkdvDqKernel:
         operands = DkdvDqRows(
             key=buffers.key.toint() + key_row * (2 * columns),
             value=buffers.value.toint() + key_row * (2 * v_columns),
-            dk=buffers.dk.toint() + key_row * (2 * columns),
-            dv=buffers.dv.toint() + key_row * (2 * v_columns),
+            dk=buffers.dk.toint() + key_row * (spec.result_nbytes * spec.head_dim),
+            dv=buffers.dv.toint() + key_row * (spec.result_nbytes * spec.v_head_dim),
             query=buffers.query.toint() + query_row * (2 * columns),
             dout=buffers.dout.toint() + query_row * (2 * v_columns),
             stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,

@@ -1,8 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of the backward kernels: a factor on P, and the store of a gradient."""
+"""Pieces of the backward kernels: a factor on P, and the stores of a gradient."""
 
-from cutlass import Float32, Int32, Int64
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.kept import keep_number
@@ -68,3 +71,55 @@ def scatter(
                 index = (m * blocks[1] + n) * 4 + 2 * half
                 target = address + tile.offset(16 * m + 8 * half, words.columns(8 * n))
                 words.store(target, words.pair(acc[index], acc[index + 1]))
+
+
+class NumberRows(NamedTuple):
+    """Rows `[rows, columns]` of float32 in global memory.
+
+    Attributes:
+        first: byte address of the first row.
+        stride: bytes from one row to the next.
+        columns: how many columns there are.
+        end: rows from there on are not stored.
+    """
+
+    first: Int64
+    stride: Int64
+    columns: int
+    end: Int32
+
+
+def store_numbers(
+    acc: mma.Accumulator, blocks: tuple[int, int], rows: NumberRows, place: tuple[Int32, Int32], lane: Int32, warps: int
+) -> None:
+    """Stores a warp's part of a gradient in float32 from registers, 32 neighboring bytes the quad.
+
+    Args:
+        acc: the part.
+        blocks: its block rows and columns.
+        rows: where the gradient goes.
+        place: row and column of the part's element (0, 0).
+        lane: index of the lane in its warp.
+        warps: how many warps share a row.
+    """
+    lane_row, lane_column = accumulator_lane(lane)
+    column = place[1] + lane_column
+    for m in range(blocks[0]):
+        for half in range(2):
+            row = place[0] + lane_row + (16 * m + 8 * half)
+            address = rows.first + Int64(row) * rows.stride + column * 4
+            exists = Boolean(row < rows.end)
+
+            def store(address: Int64 = address, m: int = m, half: int = half) -> None:
+                for n in range(blocks[1]):
+                    index = (m * blocks[1] + n) * 4 + 2 * half
+
+                    def store_pair(at: Int64 = address + 32 * n, i: int = index) -> None:
+                        ptx.store_global_pair(at, acc[i], acc[i + 1])
+
+                    if 8 * blocks[1] * warps == rows.columns:
+                        store_pair()
+                    else:
+                        cutlass.if_generate(column + 8 * n < rows.columns, store_pair)
+
+            cutlass.if_generate(exists, store)

@@ -25,7 +25,7 @@ from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
-from jax_fastattn.kernels.sums.row_preprocess import Base2, OutputDelta, ReadRow, RowPreprocess
+from jax_fastattn.kernels.sums.row_preprocess import Base2, GivenDelta, OutputDelta, ReadRow, RowPreprocess
 from jax_fastattn.kernels.sums.units import Units, load_units
 
 
@@ -36,9 +36,11 @@ class QueryRows:
     Attributes:
         heads: query heads of a row.
         live: rows of the tile that may be read.
-        out: address of O, rows `[heads, v_columns]` of 16-bit columns, see `KernelSpec.row_columns`.
+        out: address of O, rows `[heads, v_columns]` of 16-bit columns, see `KernelSpec.row_columns`; None if there is
+            delta.
         dout: address of dO, laid out as O.
         lse: address of the log-sum-exp, rows `[heads]` of float32.
+        delta: address of that, laid out as the log-sum-exp.
         dlse: address of the cotangent of the log-sum-exp, laid out as it; None if there is none.
         stats: address of (lse_scaled, delta), 8 bytes for each row; the rows of a head are contiguous.
         sink: the sink of the head; None if its gradient is not computed.
@@ -48,9 +50,10 @@ class QueryRows:
 
     heads: Int32
     live: copies.Rows
-    out: Int64
+    out: Int64 | None
     dout: Int64
     lse: Int64
+    delta: Int64 | None
     dlse: Int64 | None
     stats: Int64
     sink: Float32 | None
@@ -88,9 +91,10 @@ class PreprocessKernel:
         rows = QueryRows(
             heads=heads,
             live=copies.Rows.live(work.sequence.bounds().live_queries(), first),
-            out=buffers.out.toint() + row_head * (2 * spec.row_columns[1]),
+            out=None if buffers.out is None else buffers.out.toint() + row_head * (2 * spec.row_columns[1]),
             dout=buffers.dout.toint() + row_head * (2 * spec.row_columns[1]),
             lse=buffers.lse.toint() + row_head * 4,
+            delta=None if buffers.delta is None else buffers.delta.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
             stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
             sink=sink,
@@ -116,7 +120,7 @@ class PreprocessKernel:
         for first in range(0, tile.rows, shape.rows_per_pass):
             index = row + first
             live = Boolean((index < tile.rows) & rows.live.contain(index))
-            product = self._row_product(rows, shape, index, chunk, live)
+            product = Float32(0.0) if rows.out is None else self._row_product(rows, shape, index, chunk, live)
             # The log-sum-exp of a row that sees no key may still depend on a sink.
             exists = live if rows.sink is None else Boolean((index < tile.rows) & (index < stored_rows))
             read = self._read(rows, index, product, live, exists)
@@ -136,6 +140,8 @@ class PreprocessKernel:
         """
         offset = ptx.where(exists, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
         lse = ptx.load_global(rows.lse + offset)
+        if rows.delta is not None:
+            return ReadRow(live, lse, GivenDelta(ptx.load_global(rows.delta + offset)))
         dlse = None if rows.dlse is None else ptx.load_global(rows.dlse + offset)
         return ReadRow(live, lse, OutputDelta(product, dlse))
 

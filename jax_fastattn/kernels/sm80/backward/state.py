@@ -68,8 +68,8 @@ class DkdvDqRows:
     Attributes:
         key: address of K, rows `[kv_heads, columns]` of 16-bit columns, see `KernelSpec.row_columns`.
         value: address of V, rows `[kv_heads, v_columns]`.
-        dk: address of dk, laid out as K.
-        dv: address of dv, laid out as V.
+        dk: address of dk, rows `[kv_heads, head_dim]`.
+        dv: address of dv, rows `[kv_heads, v_head_dim]`.
         query: address of Q, rows `[heads, columns]`.
         dout: address of dO, rows `[heads, v_columns]`.
         stats: address of the row statistics `[heads, query_length]`, 8 bytes each.

@@ -327,8 +327,8 @@ class ForwardKernel:
         if seen is not None or score.hides_in_full:
             # A row may have seen no key yet: 2^(-inf - 0) is 0, while -inf minus -inf is not a number.
             maxima = [ptx.where(x == Float32(softmax.NEVER), Float32(0.0), x) for x in maxima]
-        shifts = [x * score.unit for x in maxima]
-        sums = softmax.exponentials(scores, *blocks, score.unit, shifts)
+        shifts = [score.shift(x) for x in maxima]
+        sums = softmax.exponentials(scores, *blocks, score.unit, shifts, score.rounds)
         for i, total in enumerate(sums):
             rows.sums[i] = rows.sums[i] + total
 
@@ -381,6 +381,8 @@ class ForwardKernel:
     def _store(self, state: ForwardState, buffers: Buffers, scalars: Scalars, results: list[ResultRow]) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""
         at, shape, rows, words = state.tile.at, self.out_tile, self.config.rows_per_warp, result_words(self.spec)
+        if words.columns(self.spec.v_head_dim) > shape.columns:  # the tile has no room for them
+            return state.tile.number_store(self.spec, buffers, scalars, self.out_blocks).store(state.rows.out, results)
         warp_row = at.warp * rows
         shared = at.shared + warp_row * shape.pitch
         lane_row, lane_column = accumulator_lane(at.lane)
@@ -394,7 +396,6 @@ class ForwardKernel:
                 words.store(lane_address + shape.offset(8 * i, words.columns(8 * n)), pair)
         cute.arch.sync_warp()
         stride = Int64(scalars.num_heads) * (2 * shape.columns)
-        first = at.row + warp_row
-        queries = at.sequence.queries
+        first, queries = at.row + warp_row, at.sequence.queries
         target = buffers.out.toint() + queries.row(first) * stride + Int64(at.head) * (2 * shape.columns)
         copies.store_rows(shape, rows, at.lane, shared, target, stride, queries.length - first)

@@ -14,8 +14,9 @@ from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device.products import Factor
+from jax_fastattn.kernels.device.products import Factor, result_words
 from jax_fastattn.kernels.device.regions import SharedTable
+from jax_fastattn.kernels.device.row_store import RowStore, strided
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.bias.warp import WarpBias
 from jax_fastattn.kernels.features.places import Head
@@ -152,6 +153,20 @@ class QueryTile:
     bits: TileBits | None
     bias: WarpBias | None
     keys: int
+
+    def number_store(self, spec: KernelSpec, buffers: Buffers, scalars: Scalars, blocks: int) -> RowStore:
+        """Returns where the lane stores its rows of the output in float32, given the blocks of columns of a row."""
+        queries, nbytes = self.at.sequence.queries, 4 * spec.v_head_dim
+        first = buffers.out.toint() + queries.row_head(Int32(0), scalars.num_heads, self.at.head) * nbytes
+        return RowStore(
+            address=strided(first, Int64(scalars.num_heads) * nbytes),
+            columns=spec.v_head_dim,
+            row=self.first_row,
+            end=queries.length,
+            quad_lane=self.at.lane % 4,
+            words=result_words(spec),
+            blocks=blocks,
+        )
 
     def load_bias(self, index: Int32) -> None:
         """Starts the copies of the warp's part of a tile of a matrix, if there is one."""

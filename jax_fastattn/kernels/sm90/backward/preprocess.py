@@ -31,7 +31,15 @@ from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.sums.row_preprocess import Base2, InProducts, OutputDelta, ReadRow, RowPreprocess
+from jax_fastattn.kernels.sums.row_preprocess import (
+    Base2,
+    Delta,
+    GivenDelta,
+    InProducts,
+    OutputDelta,
+    ReadRow,
+    RowPreprocess,
+)
 from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
@@ -244,7 +252,7 @@ class PreprocessKernel:
             self._write_dsinks_term(buffers, scalars, work, own, lane)
         if not self.config.adds_dq:
             return
-        rows_of_tile, nbytes = self.config.queries, 2 * self.spec.head_dim
+        rows_of_tile, nbytes = self.config.queries, self.spec.result_nbytes * self.spec.head_dim
         visitors = self._visitors(buffers, scalars, work, bounds, first // rows_of_tile)
 
         def clear(i: Int32) -> None:
@@ -256,13 +264,18 @@ class PreprocessKernel:
 
     def _own_row(self, buffers: Buffers, bounds: plan.Bounds, rows: _HeadRows, lane: Int32) -> _Row:
         """Loads the lane's own row."""
-        product = self._row_product(buffers, rows, lane)
+        product = Float32(0.0) if buffers.out is None else self._row_product(buffers, rows, lane)
         index = rows.first + lane % _ROWS
         live = self._live(bounds, index)
         offset = (rows.before + Int64(cutlass.min(index, rows.last)) * rows.num_heads) * 4
         lse = ptx.load_global(buffers.lse.toint() + offset)
-        dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
-        return _Row(index, bounds.query_end, ReadRow(live, lse, OutputDelta(product, dlse, live)))
+        delta: Delta
+        if buffers.delta is not None:
+            delta = GivenDelta(ptx.load_global(buffers.delta.toint() + offset))
+        else:
+            dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
+            delta = OutputDelta(product, dlse, live)
+        return _Row(index, bounds.query_end, ReadRow(live, lse, delta))
 
     def _write_dsinks_term(self, buffers: Buffers, scalars: Scalars, work: Work, own: _Row, lane: Int32) -> None:
         """Stores what the lane's own row adds to the gradient of its sink; 0 of padding that the arrays have."""

@@ -32,14 +32,13 @@ class ForwardOutput:
         """Stores the results of a tile of queries, of which `first_row` is the lane's first row."""
         call, softmax = self.call, self.softmax
         buffers, scalars, head_dim = call.buffers, call.scalars, call.spec.v_head_dim
-        words = result_words(call.spec)
-        row_nbytes = 2 * words.columns(head_dim)
+        nbytes = call.spec.result_nbytes * head_dim
         score = call.score.finish(tile.score_head)
         sums = LogSumExps(score, tile.queries, tile.bounds.query_end, tile.head, self.lane.column)
         rows = sums.store(buffers, scalars, first_row, ((softmax.maxima[i], softmax.sums[i]) for i in range(2)))
 
         def address(row: Int32) -> Int64:
-            return buffers.out.toint() + tile.queries.row_head(row, scalars.num_heads, tile.head) * row_nbytes
+            return buffers.out.toint() + tile.queries.row_head(row, scalars.num_heads, tile.head) * nbytes
 
         RowStore(
             address=address,
@@ -47,5 +46,5 @@ class ForwardOutput:
             row=first_row,
             end=tile.queries.length,
             quad_lane=self.lane.column // 2,
-            words=words,
+            words=result_words(call.spec),
         ).store(self.out, rows)

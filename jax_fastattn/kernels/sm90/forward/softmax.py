@@ -231,7 +231,8 @@ class OnlineSoftmax:
             for i in range(cute.size(scores)):
                 scores[i] = scores[i] - shifts[accumulator_row(0, i % 4)]
             shifts = [Float32(0.0)] * 2
-        sums = softmax.exponentials(scores, *self._blocks, factor, [shift * factor for shift in shifts])
+        score = self.call.score
+        sums = softmax.exponentials(scores, *self._blocks, factor, [score.shift(x) for x in shifts], score.rounds)
         for i, total in enumerate(sums):
             self.sums[i] = ptx.fma(self.sums[i], self.factors[i], total)
         return cute.arch.vote_any_sync(grown)

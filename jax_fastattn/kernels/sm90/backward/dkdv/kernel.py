@@ -199,10 +199,9 @@ class DkdvConsumer:
     def _row_store(self, work: KeyTile, result: _Result) -> RowStore:
         """Returns where the lane's rows of a sum go."""
         first = work.keys.row_head(work.row, work.kv_heads, work.kv_head)
+        nbytes = self.state.spec.result_nbytes * result.head_dim
         return RowStore(
-            address=strided(
-                result.target.toint() + first * (2 * result.head_dim), Int64(work.kv_heads) * (2 * result.head_dim)
-            ),
+            address=strided(result.target.toint() + first * nbytes, Int64(work.kv_heads) * nbytes),
             columns=result.head_dim,
             row=self.state.row,
             end=work.keys.length - work.row,

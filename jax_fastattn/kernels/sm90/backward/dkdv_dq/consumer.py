@@ -220,14 +220,16 @@ class DkdvDqConsumer:
 
     def _store(self, work: KeyTile, buffers: Buffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
-        lane = read_lane(self.config)
+        lane, nbytes = read_lane(self.config), self.spec.result_nbytes
         first, units = work.keys.row_head(work.row, work.kv_heads, work.kv_head), work.units(self.spec, buffers)
         for acc, target, head_dim, factor in (
             (self.products.dk, buffers.dk, self.spec.head_dim, over_ds(units, scale)),
             (self.products.dv, buffers.dv, self.spec.v_head_dim, units.over_p),
         ):
             RowStore(
-                address=strided(target.toint() + first * (2 * head_dim), Int64(work.kv_heads) * (2 * head_dim)),
+                address=strided(
+                    target.toint() + first * (nbytes * head_dim), Int64(work.kv_heads) * (nbytes * head_dim)
+                ),
                 columns=head_dim,
                 row=lane.row,
                 end=work.keys.length - work.row,

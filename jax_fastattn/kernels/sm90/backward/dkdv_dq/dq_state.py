@@ -270,12 +270,12 @@ class DqWarpgroup:
 
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
-        spec = self.spec
+        spec, nbytes = self.spec, self.spec.result_nbytes
         factor = over_ds(work.units(spec, self.buffers), self.scale)
         RowStore(
             address=strided(
-                self.dq_address + rows.place * (2 * spec.head_dim) + 2 * chunk.column,
-                Int64(work.num_heads) * (2 * spec.head_dim),
+                self.dq_address + rows.place * (nbytes * spec.head_dim) + nbytes * chunk.column,
+                Int64(work.num_heads) * (nbytes * spec.head_dim),
             ),
             columns=min(self.shared.memory.dq_columns, spec.head_dim - chunk.column),
             row=self.row + chunk.row_block * BLOCK,

@@ -310,7 +310,7 @@ class DqConsumer:
 
     def store(self, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""
-        work, nbytes = self.work, 2 * self.spec.head_dim
+        work, nbytes = self.work, self.spec.result_nbytes * self.spec.head_dim
         factor = over_ds(work.units(self.spec, self.buffers), scale)
         first = work.queries.row_head(work.row, work.num_heads, work.head)
         rows = RowStore(
