@@ -16,29 +16,30 @@ import pytest
 
 from jax_fastattn import attention, explain
 from jax_fastattn.canonical.arguments import forbids_tf32
-from jax_fastattn.kernels.arguments.precision import SPLIT_PRECISION, SPLIT_PRECISIONS, products_of
+from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, products_of
+from jax_fastattn.kernels.key import Products
 from jax_fastattn.ops.cuda.split import side_by_side
 
 X = jax.ShapeDtypeStruct((2, 129, 3, 40), jnp.float32)
-# What JAX can be set to, and whether kernels then multiply float32.
-SETTINGS = {
-    None: True,
-    "default": True,
-    "high": True,
-    "tensorfloat32": True,
-    "bfloat16": True,
-    "TF32_TF32_F32": True,
-    "BF16_BF16_F32": True,
-    "BF16_BF16_BF16": True,
-    "BF16_BF16_F32_X3": True,
-    "F16_F16_F16": True,
-    "F16_F16_F32": True,
-    "highest": False,
-    "float32": False,
-    "F32_F32_F32": False,
-    "TF32_TF32_F32_X3": False,
-    "BF16_BF16_F32_X6": False,
-    "BF16_BF16_F32_X9": False,
+# What JAX can be set to, and how kernels then multiply float32; None if they do not.
+SETTINGS: dict[str | None, Products | None] = {
+    None: "bf16x3",
+    "default": "bf16x3",
+    "high": "bf16x3",
+    "tensorfloat32": "half",
+    "bfloat16": "half",
+    "TF32_TF32_F32": "half",
+    "BF16_BF16_F32": "half",
+    "BF16_BF16_BF16": "half",
+    "BF16_BF16_F32_X3": "bf16x3",
+    "F16_F16_F16": "half",
+    "F16_F16_F32": "half",
+    "highest": None,
+    "float32": None,
+    "F32_F32_F32": None,
+    "TF32_TF32_F32_X3": None,
+    "BF16_BF16_F32_X6": None,
+    "BF16_BF16_F32_X9": None,
 }
 
 
@@ -58,7 +59,7 @@ def no_tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_table_has_every_setting_once() -> None:
-    assert {name or "default" for name, runs in SETTINGS.items() if runs} == SPLIT_PRECISIONS
+    assert {name or "default": products for name, products in SETTINGS.items() if products} == PRECISIONS
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -66,13 +67,15 @@ def test_the_table_has_every_setting_once() -> None:
 def test_a_setting_chooses(setting: str | None) -> None:
     with jax.default_matmul_precision(setting):
         found = explain(X, X, X)
-    if SETTINGS[setting]:
-        assert found.kernel == "sm90 forward, sm80 backward" and not found.note
-        assert found.variant is not None and found.variant.endswith(SPLIT_PRECISION)
+    products = SETTINGS[setting]
+    if products is not None:
+        family = "sm90" if products == "half" else "sm80"
+        assert found.kernel == f"sm90 forward, {family} backward"
+        assert found.variant is not None and found.variant.endswith(PRODUCTS_IN_WORDS[products])
     else:
         assert found.implementation == "xla"
-        reason = f'the precision of float32 products is "{setting}"; the kernels have {SPLIT_PRECISION}'
-        assert found.reasons[0] == reason
+        kinds = " or ".join(PRODUCTS_IN_WORDS.values())
+        assert found.reasons[0] == f'the precision of float32 products is "{setting}"; the kernels have {kinds}'
         assert "set `jax.default_matmul_precision`" in found.advice
 
 
@@ -90,6 +93,12 @@ def test_16_bits_follow_no_setting() -> None:
     with jax.default_matmul_precision("highest"):
         assert explain(x, x, x).kernel == "sm90 forward, sm90 backward"
     assert products_of("float16", "highest") == "native" and products_of("float64", "default") is None
+
+
+def test_the_gradient_of_a_bias_has_three_products() -> None:
+    """It may add up heads, whose powers of two differ."""
+    assert products_of("float32", "tensorfloat32", takes_terms=True) == "bf16x3"
+    assert products_of("float32", "highest", takes_terms=True) is None
 
 
 @pytest.mark.usefixtures("_gpu")
@@ -126,6 +135,19 @@ def test_operands_are_split_and_padded_once() -> None:
     operands, _, results = launch.partition("->")
     assert operands.count("tensor<2x129x3x128xbf16>") == 3
     assert "tensor<2x129x3x64xf32>" in results and "bf16" not in results
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_operands_become_float16_and_results_stay_float32() -> None:
+    """Delta is an operand of the backward launch; no array of pairs is made."""
+    with jax.default_matmul_precision("tensorfloat32"):
+        text = calls.cuda_text(jax.grad(lambda x: attention(x, x, x, is_causal=True).sum()), X)
+    launches = [line for line in text.splitlines() if "stablehlo.custom_call @jax_fastattn_launch" in line]
+    operands, results = zip(*(line.split("->") for line in launches), strict=True)
+    assert [x.count("tensor<2x129x3x64xf16>") for x in operands] == [3, 4]
+    assert operands[1].count("tensor<2x129x3xf32>") == 2
+    assert all("tensor<2x129x3x64xf32>" in x and "f16" not in x for x in results)
+    assert "129x129" not in text
 
 
 def test_terms_add_up() -> None:

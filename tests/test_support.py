@@ -63,7 +63,7 @@ def test_every_gpu_case_is_supported(arch: str) -> None:
     assert [str(case) for case in GPU_CASES if unsupported_reasons(case.problem(), arch)] == []
 
 
-FEW = "to make bfloat16 terms of the keys moves three times their bytes"
+FEW = "to convert the keys moves more bytes than to read them"
 ALONE = {
     "few-queries": ({"dtype": "float32", "query_length": 1}, f"there are few queries in float32; {FEW}"),
     "head-dim": ({"head_dim": 264, "v_head_dim": 64}, "`query` has head dim 264; the kernels take at most 256"),
@@ -89,6 +89,21 @@ def test_float32_has_kernels_up_to_a_head_dim_of_each_gpu(arch: str) -> None:
     }
     (reason,) = unsupported_reasons(dataclasses.replace(case, head_dim=most + 1).problem(), arch)
     assert reason.kind == "head_dim" and f"at most {most}" in reason.text
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_float32_by_float16_has_the_kernels_of_float16(arch: str) -> None:
+    """Of any head dim, except that the gradient of a bias has three bfloat16 products."""
+    case = dataclasses.replace(BASE, dtype="float32", head_dim=MAX_HEAD_DIM, v_head_dim=64)
+    problem = case.problem()
+    problem = dataclasses.replace(problem, spec=dataclasses.replace(problem.spec, precision="tensorfloat32"))
+    assert unsupported_reasons(problem, arch) == []
+    for op in ("forward", "backward"):
+        kernel = kernel_spec(problem, op, arch)
+        assert (kernel.products, kernel.operand_dtype, kernel.result_dtype) == ("half", "float16", "float32")
+        assert kernel.family == ("sm90" if arch == "sm_90a" else "sm80")
+    biased = dataclasses.replace(problem, bias_shape=(1, 1, 1, problem.key_length), bias_dtype="float32")
+    assert bool(unsupported_reasons(biased, arch)) == (shared_memory_limit(arch) < 100 << 10)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES + BORROWED)

@@ -330,6 +330,15 @@ def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
     return (*functions, *(code for code, is_present in chosen.items() if is_present))
 
 
+def takes_terms(problem: Problem, *, dbias: bool) -> bool:
+    """Returns whether float32 takes products of two terms, since powers of two of float16 lack a bound.
+
+    They know nothing of the slopes of a score function, nor of the factor of dropout. The gradient of a bias may add up
+    heads, whose powers differ.
+    """
+    return dbias or problem.spec.score_mod is not None or "dropout" in problem.spec.present
+
+
 def kernel_spec(
     problem: Problem,
     op: Literal["forward", "decode", "backward"],
@@ -345,15 +354,15 @@ def kernel_spec(
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
-    products = products_of(problem.dtype, spec.precision)
+    products = products_of(problem.dtype, spec.precision, takes_terms=takes_terms(problem, dbias=dbias))
     assert products is not None, "`unsupported_reasons` admits no other dtype and precision"
     is_split_forward = op == "forward" and not sm90.split_obstacle(problem.head_dim, problem.v_head_dim)
-    family = "sm90" if arch == "sm_90a" and (products == "native" or is_split_forward) else "sm80"
+    family = "sm90" if arch == "sm_90a" and (products != "bf16x3" or is_split_forward) else "sm80"
     bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
     key = KernelSpec(
         op=op,
         arch=arch,
-        operand_dtype="float16" if problem.dtype == "float16" else "bfloat16",
+        operand_dtype="float16" if problem.dtype == "float16" or products == "half" else "bfloat16",
         head_dim=problem.head_dim,
         v_head_dim=problem.v_head_dim,
         group=problem.group,
@@ -367,7 +376,7 @@ def kernel_spec(
         listed=predicated and not row_bits,
         row_bits=row_bits,
         page=problem.page if op == "decode" else 0,
-        dlse=dlse,
+        dlse=dlse and products != "half",  # it is part of delta, see `KernelSpec.takes_delta`
         dsinks=dsinks,
         bias=bias,
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED, shared_memory_limit
-from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, SPLIT_PRECISION, products_of
+from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, PRODUCTS_IN_WORDS, products_of
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import (
     forward_spec,
@@ -19,6 +19,7 @@ from jax_fastattn.kernels.choose import (
     list_sizes,
     mask_mod_bits_fit,
     prepass_configs,
+    takes_terms,
 )
 from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, score_function, staged_places
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
@@ -30,7 +31,7 @@ from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
-# In float32, GPUs with less shared memory for a CTA take head dims up to `NARROW_HEAD_DIM`.
+# With three bfloat16 products, GPUs with less shared memory for a CTA take head dims up to `NARROW_HEAD_DIM`.
 _WIDE_NBYTES = 128 << 10
 
 # Only dispatch finds reasons of the first line.
@@ -86,7 +87,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     symbolic = problem.symbolic_sizes
     longest = max(size for size in (0, problem.query_length, problem.key_length) if is_known(size))
     is_known_arch, head_dims = arch in ARCHITECTURES + BORROWED, (problem.head_dim, problem.v_head_dim)
-    most, where = _max_head_dim(problem.dtype, arch if is_known_arch else None)
+    most, where = _max_head_dim(problem, arch if is_known_arch else None)
     checks: list[tuple[bool, Kind, str]] = [
         (
             is_known_arch,
@@ -97,7 +98,8 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         (
             problem.dtype not in DTYPES or products_of(problem.dtype, problem.spec.precision) is not None,
             "precision",
-            f'the precision of float32 products is "{problem.spec.precision}"; the kernels have {SPLIT_PRECISION}',
+            f'the precision of float32 products is "{problem.spec.precision}"; the kernels have '
+            + " or ".join(PRODUCTS_IN_WORDS.values()),
         ),
         *(
             (size <= most, "head_dim", f"`{name}` has head dim {size}; the kernels take at most {most}{where}")
@@ -106,7 +108,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         (
             problem.dtype != "float32" or bool(symbolic) or not has_few_queries(problem),
             "few_queries",
-            "there are few queries in float32; to make bfloat16 terms of the keys moves three times their bytes",
+            "there are few queries in float32; to convert the keys moves more bytes than to read them",
         ),
         (not symbolic, "symbolic", f"sizes are symbolic: {', '.join(symbolic)}"),
         (longest <= UNBOUNDED, "length", f"a length is {longest}; the kernels take at most {UNBOUNDED}"),
@@ -247,10 +249,15 @@ def _mask_mod_reasons(problem: Problem) -> list[tuple[str, str]]:
     return found
 
 
-def _max_head_dim(dtype: str, arch: str | None) -> tuple[int, str]:
-    """Returns up to which head dim there are kernels for a dtype, and in words where that limit holds."""
-    if dtype == "float32" and arch is not None and shared_memory_limit(arch) < _WIDE_NBYTES:
-        return NARROW_HEAD_DIM, f" in float32 with {shared_memory_limit(arch) // 1024} KB of shared memory"
+def _max_head_dim(problem: Problem, arch: str | None) -> tuple[int, str]:
+    """Returns up to which head dim there are kernels for a problem, and in words where that limit holds."""
+    has_bias = problem.bias_shape is not None
+    is_split = (
+        products_of(problem.dtype, problem.spec.precision, takes_terms=takes_terms(problem, dbias=has_bias)) == "bf16x3"
+    )
+    if is_split and arch is not None and shared_memory_limit(arch) < _WIDE_NBYTES:
+        words = "in float32 with a bias and" if has_bias else "in float32 with"
+        return NARROW_HEAD_DIM, f" {words} {shared_memory_limit(arch) // 1024} KB of shared memory"
     return MAX_HEAD_DIM, ""
 
 

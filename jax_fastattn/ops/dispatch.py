@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments.precision import SPLIT_PRECISION
+from jax_fastattn.kernels.arguments.precision import PRODUCTS_IN_WORDS
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
 from jax_fastattn.kernels.support import (
@@ -175,7 +175,8 @@ def with_note(found: Explanation, note: str) -> Explanation:
 def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, how dq is added up, and by which products float32 is multiplied."""
     words = _passes(problem, arch, has_gradient=has_gradient)
-    return f"{words}; {SPLIT_PRECISION}" if problem.dtype == "float32" else words
+    products = forward_spec(problem, arch).products
+    return f"{words}; {PRODUCTS_IN_WORDS[products]}" if products in PRODUCTS_IN_WORDS else words
 
 
 def _passes(problem: Problem, arch: str, *, has_gradient: bool) -> str:

@@ -59,7 +59,7 @@ def gradient_units(
     changes = cotangents * (rows + (_norms(out, live) if is_part else rows))
     if dlse is not None:
         changes = changes + _finite(jnp.abs(dlse), live)
-    bounds = _finite(changes * _weights(operands, lse), live)
+    bounds = _finite(changes * row_weights(operands, lse), live)
     # On Hopper, P has the factor of dropout, too: less than 2 needs no room.
     room = None if factors is None else jnp.maximum(_exponent(factors) - 1, 0)
     if room is not None and packed:
@@ -114,7 +114,7 @@ def _hidden_keys(operands: Operands) -> jax.Array:
     return (jnp.arange(length)[None] >= operands.key_value_seq_lengths[:, None])[:, :, None]
 
 
-def _weights(operands: Operands, lse: jax.Array) -> jax.Array:
+def row_weights(operands: Operands, lse: jax.Array) -> jax.Array:
     """Returns a bound on the weights of a row, broadcast to `[B, T, N]`: what a sink leaves, or 1."""
     if operands.sinks is None:
         return jnp.ones((1, 1, 1), lse.dtype)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from jax_fastattn.ops.cuda.bias_gradient import (
     without_rows,
 )
 from jax_fastattn.ops.cuda.gradient_units import gradient_units
+from jax_fastattn.ops.cuda.half import HalfBackward, backward_half, forward_half, times_power
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.prepass import TileLists
 from jax_fastattn.ops.cuda.score_planes import plane_gradient
@@ -87,9 +89,13 @@ def forward(
     spec, padded = with_usable_scale(spec, _for_kernels(operands))
     problem = launched_problem(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
+    half = forward_half(spec, padded) if kernel.products == "half" else None
+    if half is not None:
+        problem, padded = replace(problem, spec=half.spec), half.operands
     found = LaunchPlan.of(kernel, problem, padded, _forward_shapes(kernel, problem), kept).bind()
     rows = padded.query.shape[:3]
     out = found["out"].reshape(*rows, padded.value.shape[3])
+    out = out if half is None else times_power(out, half.out[..., None])
     return cut_head_dim(out, operands.value.shape[3]), found["lse"].reshape(rows)
 
 
@@ -152,10 +158,19 @@ def backward(
     kernel = with_parts(kernel, bias_shapes)
     shapes = _backward_shapes(kernel, problem) | bias_shapes
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
+    half = None
+    if kernel.products == "half":
+        given = pad_head_dim(out), lse, pad_head_dim(dout), dlse
+        half = backward_half(spec, padded._replace(sinks=operands.sinks), *given)
+        problem = replace(problem, spec=half.spec)
+        padded, residuals = half.operands._replace(sinks=sinks), half.residuals
     if kernel.has_gradient_units:
         residuals["gradient_units"] = gradient_units(operands, out, lse, dout, dlse, is_part=spec.is_part)
     found = LaunchPlan.of(kernel, problem, padded, shapes, kept, **residuals).bind()
     dq, dk, dv = (found[name].reshape(x.shape) for name, x in zip(("dq", "dk", "dv"), padded[:3], strict=True))
+    if half is not None:
+        exponents = half.query, half.key, half.value
+        dq, dk, dv = (times_power(x, y[..., None]) for x, y in zip((dq, dk, dv), exponents, strict=True))
     dscaled = cut_head_dim(dq, operands.query.shape[3])
     products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.drow_bias else None
     return Gradients(
@@ -163,10 +178,21 @@ def backward(
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
         bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,
-        sinks=None if sinks is None else sinks_gradient(sinks, found["dsinks_terms"], operands.query.shape[0]),
+        sinks=None if sinks is None else sinks_gradient(sinks, _sink_terms(found, half), operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
         **({} if kernel.dplane is None else plane_gradient(kernel, operands, row_gradient(found["dbias"], dlse))),
     )
+
+
+def _sink_terms(found: dict[str, jax.Array], half: HalfBackward | None) -> jax.Array:
+    """Returns what rows add to the gradient of sinks, `[B, N, T]`."""
+    terms = found["dsinks_terms"]
+    if half is None:
+        return terms
+    exponents = half.sinks.swapaxes(1, 2)
+    if exponents.shape[2] > 1:  # packed sequences, which a launch joins
+        exponents = jnp.moveaxis(exponents, 1, 0).reshape(1, terms.shape[1], -1)
+    return times_power(terms, exponents)
 
 
 def _backward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int, ...]]:
