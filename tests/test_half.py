@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_fastattn.testing.poison import visible_rows
+from testing.poison import visible_rows
 
 from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda import live_rows as live

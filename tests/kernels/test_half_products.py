@@ -14,7 +14,7 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_fastattn.testing.poison import poison
+from testing.poison import poison
 
 from jax_fastattn.layouts import packed
 from jax_fastattn.ops.cuda import passes as cuda

@@ -274,6 +274,15 @@ def test_kernels_for_float32_fit(arch: str, op: str, dims: tuple[int, int]) -> N
     _assert_fits(spec, kept_resources(spec), 0)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
+def test_kernels_for_float32_in_float16_fit(family: str, arch: str, op: str, head_dim: int) -> None:
+    key = KernelSpec(op, arch, "float16", head_dim, head_dim, family=family, window_right=True, products="half")  # pyright: ignore[reportArgumentType]
+    spec = configured(key)
+    _assert_fits(spec, kept_resources(spec), 0)
+
+
 @pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 16)])
 def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     """The forward kernel of 32 rows a warp has local memory, and the kernel of the bias's gradient."""

@@ -44,7 +44,7 @@ _MASKS = (*MASKS, "bts", "bts", "bts", "bts", "ts", "bs", "bnts", "bkts")
 BIASES = (*("".join(axes) for count in range(5) for axes in itertools.combinations("bnts", count)), "bkts", "kts", "ks")
 _BIASES = (*BIASES, "nts", "nts", "nts", "bnts", "bnts", "ts", "bs", "ns")
 # The allowance for rounding that comes on top of the budget, by the products of kernels.
-_ROUNDING: dict[Products, float] = {"native": compare.ROUNDING, "bf16x3": 2.0**-13}
+_ROUNDING: dict[Products, float] = {"native": compare.ROUNDING, "bf16x3": 2.0**-13, "half": 2.0**-8}
 # Calls of more queries are computed in chunks.
 ROWS_AT_ONCE = 30
 
