@@ -17,6 +17,7 @@ from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalar
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch, start_all
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.prepass.decision import truth
 from jax_fastattn.kernels.prepass.lists import ALL, SOME, ClassWriter, ListWriter, OwnTilePlace
 from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.predicate import EntryPredicate, Extent, matrix_nbytes
@@ -27,8 +28,10 @@ from jax_fastattn.kernels.tiles.plan import TileRange
 
 # About this many CTAs share the tiles of a launch: eight on each SM of an H100.
 _CTAS = 1056
-# At least this many warps evaluate tiles on an SM together, so that some load while others compute.
-_RUNNING_WARPS = 20
+# At least this many warps evaluate tiles on an SM together, so that some load while others compute. Functions with more
+# than `_FEW_LISTS` numbers for each key have more registers and fewer warps.
+_RUNNING_WARPS, _RICH_WARPS = 20, 12
+_FEW_LISTS = 2
 # A CTA that makes lists has this many warps.
 _LIST_WARPS = 4
 
@@ -101,7 +104,7 @@ class PrepassKernel:
             grid=rows * self._parts(scalars),
             block=32 * self.shape.warps,
             shared_bytes=self.matrix_nbytes + WARP_NBYTES * self.shape.warps,
-            min_blocks=max(1, _RUNNING_WARPS // self.shape.warps),
+            min_blocks=max(1, self._running_warps() // self.shape.warps),
         )
         ctas = (rows * copies.count(visited, 32) + (_LIST_WARPS - 1)) // _LIST_WARPS
         lists = Launch(
@@ -113,6 +116,10 @@ class PrepassKernel:
             begins_early=self.overlaps,
         )
         return [evaluate, lists]
+
+    def _running_warps(self) -> int:
+        is_rich = self.spec.features and Parts(self.spec).lists > _FEW_LISTS
+        return _RICH_WARPS if is_rich else _RUNNING_WARPS
 
     def _tiles(self, scalars: PrepassScalars) -> tuple[Int32, Int32]:
         """Returns how many own tiles and visited tiles there are."""
@@ -185,7 +192,7 @@ class PrepassKernel:
             apart, whole = self._known(tile, visited)
             cutlass.if_generate(whole, fill, lambda: cutlass.if_generate(apart, lambda: None, evaluate))
 
-        cutlass.if_generate(inside, look if self.spec.segment_ids else evaluate)
+        cutlass.if_generate(inside, look if self.spec.segment_ids or self.spec.features else evaluate)
         cutlass.if_generate(tile.matrix.warp == 0, lambda: self._write_class(tile, visited, found))
 
     def _write_class(self, tile: _OwnTile, visited: Int32, found: _Found) -> None:
@@ -197,22 +204,47 @@ class PrepassKernel:
         tile.writer.write(visited, flags, live)
 
     def _known(self, tile: _OwnTile, visited: Int32) -> tuple[Boolean, Boolean]:
-        """Returns whether segment ids say that nothing is visible, and whether they say that everything is."""
-        assert tile.extent is not None
-        own = tile.extent
-        other = tile.predicate.extent(visited, tile.writer.lane, of_keys=not self.config.transposed)
-        apart = Boolean((own.high < other.low) | (other.high < own.low))
-        if self.spec.mask or self.spec.features:
-            return apart, Boolean(False)
-        same = Boolean((own.low == own.high) & (other.low == other.high) & (own.low == other.low))
-        inside = Boolean((visited >= tile.visited.full_begin) & (visited < tile.visited.full_end))
-        return apart, Boolean(same & inside)
+        """Returns whether it is known that nothing is visible, and that everything is, by segment ids and function."""
+        apart = Boolean(False)
+        whole = Boolean((visited >= tile.visited.full_begin) & (visited < tile.visited.full_end))
+        if tile.extent is not None:
+            own = tile.extent
+            other = tile.predicate.extent(visited, tile.writer.lane, of_keys=not self.config.transposed)
+            apart = Boolean((own.high < other.low) | (other.high < own.low))
+            same = Boolean((own.low == own.high) & (other.low == other.high) & (own.low == other.low))
+            whole = Boolean(whole & same)
+        if self.spec.features:
+            may, must = self._says(tile, visited)
+            apart, whole = Boolean(apart | Boolean(may == 0)), Boolean(whole & Boolean(must != 0))
+        return apart, Boolean(False) if self.spec.mask else whole
+
+    def _says(self, tile: _OwnTile, visited: Int32) -> tuple[Int32, Int32]:
+        """Returns 1 or 0 for whether the function may be, and must be True, for the heads that share the list."""
+        found = wgmma.Uniform(Int32(0), Int32(1))
+        place = tile.writer.place
+        query_tile, key_tile = (visited, place.own) if self.config.transposed else (place.own, visited)
+
+        def ask(member: Int32) -> None:
+            program = tile.predicate.program(tile.matrix, self._head(tile, member))
+            assert program is not None
+            says = truth(program, tile.writer.lane, query_tile, key_tile)
+            found[0] = found[0] | Int32(says.may)
+            found[1] = found[1] & Int32(says.must)
+
+        wgmma.loop(tile.predicate.scalars.members, ask)
+        found.make_uniform()
+        return found[0], found[1]
+
+    @staticmethod
+    def _head(tile: _OwnTile, member: Int32) -> Int32:
+        """Returns a head that shares a list."""
+        scalars = tile.predicate.scalars
+        return tile.writer.place.plane % (scalars.heads // scalars.members) * scalars.members + member
 
     def _evaluate_head(self, tile: _OwnTile, visited: Int32, member: Int32, found: _Found) -> None:
         """Evaluates the predicate of one head, and writes its bits if they may be read."""
         predicate, scalars, place = tile.predicate, tile.predicate.scalars, tile.writer.place
-        lists = scalars.heads // scalars.members
-        head = place.plane % lists * scalars.members + member
+        head = self._head(tile, member)
         query_tile, key_tile = (visited, place.own) if self.config.transposed else (place.own, visited)
         program = predicate.program(tile.matrix, head)
         if program is not None and Parts(self.spec).nbytes:

@@ -18,8 +18,6 @@ from jax_fastattn.kernels.tiles.plan import Bounds, TileRange
 
 # The mask of this many steps is loaded before the first of them is used.
 _BATCH = 4
-# A mask function without a mask is evaluated for this many steps, which share what keys alone decide.
-_PROGRAM_BATCH = 2
 
 # Multiplied by this, four bytes of 0 or 1 have their bits in the upper four of 32.
 _GATHER = 0x10204080
@@ -153,7 +151,7 @@ class EntryPredicate:
             found[i] = Int32(value)
         program = self.program(matrix, head)
         values = None if program is None else program.start()
-        batch = min(_BATCH if self.spec.mask or program is None else _PROGRAM_BATCH, shape.steps)
+        batch = min(_BATCH if self.spec.mask or program is None else program.parts.batch, shape.steps)
 
         def run(i: Int32) -> None:
             steps = [i * batch + k for k in range(batch)]

@@ -64,6 +64,27 @@ class Parts:
             return frozenset({"query": ("row",), "key": ("column",), "distance": ("row", "column")}.get(kind, ()))
         return frozenset()
 
+    @property
+    def batch(self) -> int:
+        """Returns for how many queries of a lane numbers of keys are kept, without a mask; each takes 32 registers."""
+        kept = {
+            x
+            for i, instruction in enumerate(self.code.instructions)
+            for x in operands_of(instruction)
+            if "row" in self.depends[i] and self.depends[x] == frozenset(["column"]) and self._is_list(x)
+        }
+        return 2 if len(kept) < 2 else 1
+
+    @property
+    def lists(self) -> int:
+        """Returns how many values have a number for each of 32 keys."""
+        return sum(self._is_list(i) for i in range(len(self.depends)))
+
+    def _is_list(self, i: int) -> bool:
+        """Returns whether a value is 32 numbers, and neither a word of booleans nor a line."""
+        is_number = self.code.dtypes[i] != "b" and self.code.instructions[i][0] != "affine"
+        return is_number and "column" in self.depends[i]
+
     def staged(self) -> list[tuple[Place, int, int]]:
         """Returns the planes in shared memory, with the offset in bytes and the numbers of each."""
         found, offset, keys = [], 0, 32 * MatrixShape(self.config).words
@@ -97,12 +118,12 @@ class MaskProgram:
     entry: Int32
     head: Int32
 
-    def _length(self, kind: str) -> Int32:
+    def length(self, kind: str) -> Int32:
         """Returns how many numbers a plane of a kind has."""
         queries, keys = self.scalars.query_length, self.scalars.key_length
         return {"query": queries, "key": keys, "distance": queries + keys}.get(kind, Int32(1))
 
-    def _first(self, place: Place) -> Int64:
+    def first(self, place: Place) -> Int64:
         """Returns the address of the first number of a plane."""
         number = self.parts.operands.index(place.operand)
         per_batch, per_head = ((x >> number) & 1 for x in (self.scalars.plane_batches, self.scalars.plane_heads))
@@ -110,7 +131,7 @@ class MaskProgram:
         row = self.entry * per_batch * planes + self.head * per_head
         first = Int64(row) * self.parts.rows[place.operand] + place.start
         address = getattr(self.buffers.added, place.operand).toint()
-        return address + first * self._length(place.plane.kind) * 4
+        return address + first * self.length(place.plane.kind) * 4
 
     # Planes in shared memory.
 
@@ -126,7 +147,7 @@ class MaskProgram:
                 "key": key_tile * config.keys,
                 "distance": key_tile * config.keys - (query_tile + 1) * config.rows + 1 + self.scalars.query_length,
             }[kind]
-            self._copy(self._first(place), first, self._length(kind), offset, count, lane, threads)
+            self._copy(self.first(place), first, self.length(kind), offset, count, lane, threads)
 
     def _copy(
         self, plane: Int64, first: Int32, length: Int32, offset: int, count: int, lane: Int32, threads: int
@@ -161,7 +182,7 @@ class MaskProgram:
         place = self.parts.places[number]
         kind = place.plane.kind
         if kind == "head":
-            return self._typed(place, ptx.load_global_int(self._first(place)))
+            return self._typed(place, ptx.load_global_int(self.first(place)))
         offset = next(offset for x, offset, _ in self.parts.staged() if x == place)
         address = self.address + offset
         if kind == "query":
@@ -175,7 +196,7 @@ class MaskProgram:
     def look_up(self, number: int, index: Int32) -> Int32:
         """Loads a number of a table."""
         place = self.parts.places[number]
-        return ptx.load_global_int(self._first(place) + Int64(index) * 4)
+        return ptx.load_global_int(self.first(place) + Int64(index) * 4)
 
     @staticmethod
     def _typed(place: Place, word: Int32) -> Any:

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import mods
 import numpy as np
+from resources import kept_resources
 
 from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.choose import list_sizes
+from jax_fastattn.kernels.choose import list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.ops import block_mask
@@ -119,12 +120,28 @@ def test_lists_of_a_function(name: str, tiles: PrepassConfig) -> None:
 @pytest.mark.whole
 def test_lists_of_all_kinds_of_planes() -> None:
     """Numbers of heads, queries, keys and distances, and tables, of entries and heads of their own, in one function."""
+    check_lists(_all_kinds, TILES["64x128-transposed"])
 
-    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        same = IDS[b, q] == IDS[b, k]
-        return (same & SHOWN[h, k - q + T] & (q - k < WINDOWS[h])) | BLOCKS[b, h, q // 16, k // 32] & ((q - k) % 3 == 0)
 
-    check_lists(mod, TILES["64x128-transposed"])
+@pytest.mark.slow
+@pytest.mark.whole
+def test_tiles_that_are_decided_for_some_heads() -> None:
+    """All pairs of most tiles count for the second head of a group, and some for the first head."""
+    check_lists(lambda b, h, q, k: jnp.where(h % 2 == 1, k - q < 170, k - q > 60), TILES["64x128-transposed"])
+
+
+def _all_kinds(b: Any, h: Any, q: Any, k: Any) -> Any:
+    same = IDS[b, q] == IDS[b, k]
+    return (same & SHOWN[h, k - q + T] & (q - k < WINDOWS[h])) | BLOCKS[b, h, q // 16, k // 32] & ((q - k) % 3 == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", ["192x96", "64x128-transposed"])
+def test_rich_functions_spill_little(tiles: str) -> None:
+    """Numbers of keys that two queries of a lane shared took 568 bytes."""
+    spec, _ = canonicalize(*draw(), mask_mod=_all_kinds)
+    found = kept_resources(prepass_spec(spec, TILES[tiles], "sm_90a"))
+    assert max(kernel.local_bytes for kernel in found) <= 64, found
 
 
 # Arguments that hide pairs too.
