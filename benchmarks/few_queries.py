@@ -15,21 +15,18 @@ copy's. The copy adds one to keys and values; what it reads and writes counts. T
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from run import describe_run
+import turns
+from turns import elapsed_ms
 
 import jax_fastattn
 
@@ -146,36 +143,19 @@ def measure(case: Few, implementations: list[str], rounds: int, measurement_ms: 
     return record
 
 
-def elapsed_ms(program: Callable[[], Any], count: int) -> float:
-    """Milliseconds of a run of a program, of so many that follow each other."""
-    begun = time.perf_counter()
-    for _ in range(count):
-        found = program()
-    jax.block_until_ready(found)
-    return (time.perf_counter() - begun) * 1e3 / count
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
+    parser = turns.parser(__doc__, CASES, rounds=5)
     parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=list(DEFAULTS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--measurement-ms", type=float, default=30.0, help="the least length of one (default: 30)")
-    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args(argv)
-    if options.arch:
-        from testing.borrow import borrow
 
-        borrow(options.arch)
-    record = describe_run(options.commit) | {"arch": options.arch, "calls": CALLS, "cases": {}}
-    for name in options.cases:
-        found = measure(CASES[name], options.implementations, options.rounds, options.measurement_ms)
-        record["cases"][name] = found
-        options.output.write_text(json.dumps(record, indent=1) + "\n")  # as it grows
+    def words(found: dict[str, Any]) -> str:
         shares = " ".join(f"{key} {x:.2f}" for key, x in found.items() if isinstance(x, float))
-        print(f"{name:18} {found['us'].get('jax_fastattn', math.nan):8.1f} us  {shares}", flush=True)
+        return f"{found['us'].get('jax_fastattn', math.nan):8.1f} us  {shares}"
+
+    def of_case(name: str) -> dict[str, Any]:
+        return measure(CASES[name], options.implementations, options.rounds, options.measurement_ms)
+
+    turns.record_cases(options, {"calls": CALLS}, of_case, words)
 
 
 if __name__ == "__main__":

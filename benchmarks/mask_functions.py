@@ -11,20 +11,17 @@ passes, and the speed of calls as shares of the speed with a flag. Times are med
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from few_queries import elapsed_ms
-from run import describe_run
+import turns
+from turns import elapsed_ms
 
 import jax_fastattn
 from jax_fastattn import and_masks, block_mask, causal, or_masks
@@ -133,24 +130,15 @@ def _has_flag(name: str, ms: dict[str, float]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--measurement-ms", type=float, default=30.0, help="the least length of one (default: 30)")
-    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", help="to record, where this is not a git checkout")
-    options = parser.parse_args(argv)
-    if options.arch:
-        from testing.borrow import borrow
+    options = turns.parser(__doc__, CASES, rounds=7).parse_args(argv)
 
-        borrow(options.arch)
-    record = describe_run(options.commit) | {"arch": options.arch, "cases": {}}
-    for name in options.cases:
-        found = measure(CASES[name], options.rounds, options.measurement_ms)
-        record["cases"][name] = found
-        options.output.write_text(json.dumps(record, indent=1) + "\n")  # as it grows
-        print(f"{name:18} {' '.join(f'{key} {x:.2f}' for key, x in found['shares'].items())}", flush=True)
+    def words(found: dict[str, Any]) -> str:
+        return " ".join(f"{key} {x:.2f}" for key, x in found["shares"].items())
+
+    def of_case(name: str) -> dict[str, Any]:
+        return measure(CASES[name], options.rounds, options.measurement_ms)
+
+    turns.record_cases(options, {}, of_case, words)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of benchmarks that time programs by turns in one process and write a JSON file as it grows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+from run import describe_run
+
+
+def parser(description: str | None, cases: Collection[str], rounds: int) -> argparse.ArgumentParser:
+    """Returns a parser of the options that these benchmarks share."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--cases", nargs="+", choices=cases, metavar="CASE", default=list(cases))
+    found.add_argument("--rounds", type=int, default=rounds)
+    found.add_argument("--measurement-ms", type=float, default=30.0, help="the least length of one (default: 30)")
+    found.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
+    found.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    found.add_argument("--commit", help="to record, where this is not a git checkout")
+    return found
+
+
+def record_cases(
+    options: argparse.Namespace,
+    facts: dict[str, Any],
+    measure: Callable[[str], dict[str, Any]],
+    words: Callable[[dict[str, Any]], str],
+) -> None:
+    """Writes the record of each case, and prints it in words.
+
+    Args:
+        options: what the parser has found.
+        facts: what the record says of all cases.
+        measure: returns the record of a case, given its name.
+        words: says what to print of one.
+    """
+    if options.arch:
+        from testing.borrow import borrow
+
+        borrow(options.arch)
+    record = describe_run(options.commit) | {"arch": options.arch} | facts | {"cases": {}}
+    for name in options.cases:
+        found = record["cases"][name] = measure(name)
+        options.output.write_text(json.dumps(record, indent=1) + "\n")  # as it grows
+        print(f"{name:18} {words(found)}", flush=True)
+
+
+def elapsed_ms(program: Callable[[], Any], count: int) -> float:
+    """Returns milliseconds of a run of a program, of `count` that follow each other."""
+    begun = time.perf_counter()
+    for _ in range(count):
+        found = program()
+    jax.block_until_ready(found)
+    return (time.perf_counter() - begun) * 1e3 / count
