@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_fastattn.canonical import programs
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.evaluation import evaluate_code
 from jax_fastattn.programs.lower import lower_mask, lower_score
@@ -112,3 +113,19 @@ def test_equal_functions_share_the_program_of_their_planes() -> None:
     for i in range(10):
         assert call(jnp.full(N, float(i)))[0, 0, 0] == i
     assert planes._jitted._cache_size() <= before + 1
+
+
+def test_a_thousand_equal_functions_add_one_entry_to_each_cache() -> None:
+    sizes: Any = {"B": B, "N": N, "T": T, "S": S}
+
+    def entries() -> list[int]:
+        return [programs._lowered.cache_info().currsize, planes._jitted._cache_size()]
+
+    def convert(width: int) -> None:
+        widths = jnp.full(N, width)
+        programs.mask_planes(sizes, "float32", lambda b, h, q, k: (q - k < widths[h]) & (q * 3 + k != 12345))
+
+    before = entries()
+    for width in range(1000):
+        convert(width)
+    assert [x - y for x, y in zip(entries(), before, strict=True)] == [1, 1]
