@@ -160,7 +160,8 @@ def _reads_live_keys(problem: Problem, kernel: KernelSpec) -> bool:
     Kernels of dq alone have tiles of queries, whose lists have no live keys. Keys past the end count as live, and the
     gradient of a bias of rows would add theirs up. Heads of a group share a list.
     """
-    in_lists = kernel.family == "sm90" and kernel.listed and kernel.config.adds_dq and not kernel.sums_rows
+    sums_rows = kernel.sums_rows or kernel.sums_diagonals
+    in_lists = kernel.family == "sm90" and kernel.listed and kernel.config.adds_dq and not sums_rows
     mask = problem.mask_shape
     shared = mask is None or mask[1] in (1, problem.num_kv_heads)
     return in_lists and shared and _are_queries_alike(problem)

@@ -8,6 +8,7 @@ A code holds no device value and is made without the compiler. It names the clas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -231,6 +232,12 @@ class ScoreParts:
             if analysis.is_number(self.code, y) and (number := float(self.code.instructions[y][1])) > 0:
                 return x, number
         return result, None
+
+
+def score_parts(features: Sequence[Code]) -> ScoreParts | None:
+    """Returns what the features of a compile key hold of a score function; None without one."""
+    found = [x for code in features for x in code.constants if isinstance(x, ScoreParts)]
+    return found[0] if found else None
 
 
 def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *, exact: bool) -> tuple[Code, ...]:

@@ -62,7 +62,7 @@ class KernelSpec:
         bias_dtype: dtype of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
-        dplane: the plane of the score function whose gradient the backward pass computes, one of heads or of queries.
+        dplane: the plane of the score function whose gradient the backward pass computes; None for none.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -275,22 +275,33 @@ class KernelSpec:
     @property
     def sums_rows(self) -> bool:
         """Whether a kernel of its own computes sums for each query: for a bias of queries, or a plane."""
-        return self.drow_bias or self.dplane is not None
+        return self.drow_bias or self._plane_kind in ("head", "query")
+
+    @property
+    def sums_diagonals(self) -> bool:
+        """Whether a kernel of its own computes sums along the diagonals of scores, for a plane of distances."""
+        return self._plane_kind == "distance"
+
+    @property
+    def _plane_kind(self) -> str | None:
+        """The kind of the plane whose gradient is computed."""
+        parts = codes.score_parts(self.features)
+        return None if parts is None or self.dplane is None else parts.places[self.dplane].plane.kind
 
     @property
     def sums_dbias(self) -> bool:
         """Whether a kernel of its own computes the gradient of the bias, or of a plane."""
-        return self.dmatrix_bias or self.sums_rows
+        return self.dmatrix_bias or self.sums_rows or self.sums_diagonals
 
     @property
     def dkey_bias(self) -> bool:
-        """Whether the gradient of a bias of keys is computed."""
-        return self.dbias and self.bias == "keys"
+        """Whether dS is summed for each key: for the gradient of a bias of keys, or of a plane of keys."""
+        return (self.dbias and self.bias == "keys") or self._plane_kind == "key"
 
     @property
     def dbias_dtype(self) -> str:
         """The dtype of what that kernel writes: float32 where it is added up or rounded later."""
-        is_wide = self.splits_dbias or self.sums_rows or self.bias_dtype is None
+        is_wide = self.splits_dbias or not self.dmatrix_bias or self.bias_dtype is None
         return "float32" if is_wide or self.bias_dtype is None else self.bias_dtype
 
     @property

@@ -26,7 +26,9 @@ from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.programs.analysis import terms
 from jax_fastattn.programs.code import Code, Place, places
+from jax_fastattn.programs.function import Program
 from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -189,24 +191,32 @@ def _steep_reasons(problem: Problem) -> list[Reason]:
 
 def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     """Returns why no kernel computes gradients of captured arrays."""
-    kinds = [place.plane.kind for _, place in _wanted_planes(problem, wanted)]
-    remedy = 'pass `implementation="xla"`, or stop their gradient'
-    texts: list[str] = []
-    if others := sorted({*kinds} - set(_SUMMED)):
-        words = {"key": "keys", "distance": "distances", "table": "pairs"}
-        texts.append(f"numbers of {' and '.join(words[kind] for kind in others)}")
-    elif len(kinds) > 1:
-        texts.append("more than one number of a head or query")
-    elif kinds and "bias" in wanted and problem.bias_shape is not None:
-        texts.append("a number of a head or query together with the gradient of a bias")
-    elif kinds and problem.bias_shape is not None and bias_kind(problem.bias_shape) == "matrix":
-        texts.append("a number of a head or query next to a bias of pairs")
+    found = _wanted_planes(problem, wanted)
+    if not found:
+        return []
+    words = {"head": "heads", "query": "queries", "key": "keys", "distance": "distances", "table": "pairs"}
+    number, kinds = found[0][0], {place.plane.kind for _, place in found}
+    bias, text, numbers = problem.bias_shape, "", f"numbers of {' and '.join(sorted(words[kind] for kind in kinds))}"
+    if len(found) > 1:
+        text = f"{len(found)} planes, {numbers}"
+    elif kinds == {"table"}:
+        text = numbers
+    elif kinds == {"key"} and not _is_one(problem.spec.score_mod, number):
+        text = f"{numbers} that are not just added to the score"
+    elif bias is not None and "bias" in wanted:
+        text = f"{numbers} together with the gradient of a bias"
+    elif bias is not None and kinds != {"key"} and bias_kind(bias) == "matrix":
+        text = f"{numbers} next to a bias of pairs"
     prefix = "no kernel computes gradients of arrays that `score_mod` captures, for "
-    return [Reason("captured", prefix + text, remedy) for text in texts]
+    remedy = 'pass `implementation="xla"`, or stop their gradient'
+    return [Reason("captured", prefix + text, remedy)] if text else []
 
 
-# Kernels sum the gradients of planes of these kinds.
-_SUMMED = ("head", "query")
+def _is_one(program: Program | None, plane: int) -> bool:
+    """Returns whether a number of a plane is added to the score as it is."""
+    if not isinstance(program, Code) or terms(program) is None:
+        return False
+    return program.instructions[program.results[2 + plane]] == ("const", "1.0")
 
 
 def summed_plane(problem: Problem, wanted: Collection[str]) -> int | None:

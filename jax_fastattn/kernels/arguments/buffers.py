@@ -84,8 +84,10 @@ class Buffers(NamedTuple):
         dv: `[B, S, K, D]`.
         dsinks_terms: `[B, N, T]`, what each row adds to the gradient of its sink.
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. For a bias of rows
-            `[parts, B, N, column warps, ROW_SUMS, T]`, see `tile_sums.RowSums`.
-        dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias of keys. Portable: `[B, N column_warps, S]`.
+            `[parts, B, N, column warps, ROW_SUMS, T]`, see `tile_sums.RowSums`, and so for a plane of heads or of
+            queries. For a plane of distances `[parts, planes, diagonals, 128, 128]`, see `tile_sums.DiagonalSum`.
+        dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias or plane of keys. Portable:
+            `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`. Shapes of this and the next four rows are
             for Hopper; `sm80/backward/config.backward_scratch` has the shapes for portable kernels.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dkdv_dq/dq_atomic.py`.

@@ -18,6 +18,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
+from jax_fastattn.kernels.codes import score_parts
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Head, LoadedTile
@@ -168,7 +169,83 @@ def _part(items: Int32, part: Int32, sizes: Scalars | Sizes) -> list[Int32]:
     return [begin, Int32(cutlass.min(begin + each, items))]
 
 
-DbiasTile = MatrixTile | RowsTile
+class DiagonalTile(NamedTuple):
+    """A diagonal of tiles, whose scores have the same distances tile by tile, in all heads that share a plane.
+
+    Attributes:
+        delta: tile of keys less tile of queries.
+        target: the plane, the diagonal and the part as one index.
+        first: batch entry and head of item 0.
+        row: tile of queries of item 0.
+        rows: how many tiles the diagonal has in a head.
+        members: how many heads of a batch entry share the plane.
+        begin: the first item.
+        end: the item after the last one.
+    """
+
+    delta: Int32
+    target: Int32
+    first: Head
+    row: Int32
+    rows: Int32
+    members: Int32
+    begin: Int32
+    end: Int32
+
+    def item(self, index: Int32) -> DbiasItem:
+        """Returns an item: tiles along the diagonal, then heads, then batch entries."""
+        row, other = self.row + index % self.rows, index // self.rows
+        head = Head(self.first.batch + other // self.members, self.first.head + other % self.members)
+        return DbiasItem(head, row, row + self.delta)
+
+    def any_item(self) -> DbiasItem:
+        """Returns an item, though nothing is loaded for a tile."""
+        return self.item(Int32(0))
+
+    @staticmethod
+    def names(item: DbiasItem) -> list[Int32]:
+        """Returns the words that tell an item from the others."""
+        return [*item.head, item.row]
+
+    def named(self, names: Iterable[Int32]) -> DbiasItem:
+        """Returns the item that has these words."""
+        batch, head, row = names
+        return DbiasItem(Head(batch, head), row, row + self.delta)
+
+
+@dataclass(frozen=True)
+class DiagonalTiles:
+    """The diagonals of an operand's planes, of which batch entries and heads may have their own."""
+
+    per_batch: bool
+    per_head: bool
+
+    def _counts(self, sizes: Scalars | Sizes) -> tuple[Int32, ...]:
+        """Returns how many batch entries and heads have planes, and how many tiles of queries and of keys there are."""
+        batch, heads = (sizes.batch if self.per_batch else 1), (sizes.num_heads if self.per_head else 1)
+        return Int32(batch), Int32(heads), *map(copies.count, (sizes.query_length, sizes.key_length), (ROWS, KEYS))
+
+    def total(self, sizes: Scalars | Sizes) -> Int32:
+        """Returns how many diagonals all planes have."""
+        batch, heads, rows, columns = self._counts(sizes)
+        return batch * heads * (rows + columns - 1)
+
+    def of(self, index: Int32, sizes: Scalars | Sizes) -> DiagonalTile:
+        """Returns the diagonal that has an index in the order: the diagonals, the planes, the parts."""
+        batch, heads, rows, columns = self._counts(sizes)
+        count = rows + columns - 1
+        delta, target = index % count - (rows - 1), index // count
+        plane, part = target % (batch * heads), target // (batch * heads)
+        row = Int32(cutlass.max(-delta, 0))
+        length = Int32(cutlass.min(rows, columns - delta)) - row
+        entries = Int32(1) if self.per_batch else sizes.batch
+        members = Int32(1) if self.per_head else sizes.num_heads
+        first = Head(plane // heads, plane % heads)
+        items = _part(length * entries * members, part, sizes)
+        return DiagonalTile(delta, index, first, row, length, members, *items)
+
+
+DbiasTile = MatrixTile | RowsTile | DiagonalTile
 
 
 @dataclass(frozen=True)
@@ -182,8 +259,12 @@ class DbiasSchedule:
         return self._kind.total(sizes) * sizes.bias_parts
 
     @property
-    def _kind(self) -> type[DbiasTile]:
-        """The class of the tiles."""
+    def _kind(self) -> type[MatrixTile | RowsTile] | DiagonalTiles:
+        """Has the tiles."""
+        parts = score_parts(self.spec.features)
+        if self.spec.sums_diagonals and parts is not None and self.spec.dplane is not None:
+            operand = parts.operands[parts.places[self.spec.dplane].operand]
+            return DiagonalTiles(operand.per_batch, operand.per_head)
         return RowsTile if self.spec.sums_rows else MatrixTile
 
     def tile(self, index: Int32, sizes: Scalars | Sizes) -> DbiasTile:
@@ -215,12 +296,16 @@ class DbiasSchedule:
             return self._live_keys(item, buffers, sizes)
         if self.spec.listed:
             items = ItemList.of(self.spec, item, buffers, sizes)
-            return items.kind(), items.place
+            kind = items.kind()
+            if self.spec.sums_diagonals:
+                past = Boolean((item.row + 1) * ROWS > sizes.query_length)
+                kind = ptx.where(Boolean(past & Boolean(kind != HIDDEN)), kind | DEAD_ROWS, kind)
+            return kind, items.place
         bounds, first, column = self.bounds(item.head, buffers, sizes), item.row * ROWS, item.column
         seen = bounds.key_tiles(first, ROWS, KEYS)
         visible = Boolean((column >= seen.begin) & (column < seen.end))
         full = Boolean((column >= seen.full_begin) & (column < seen.full_end))
-        if bounds.kind.query_end:
+        if bounds.kind.query_end or self.spec.sums_diagonals:
             # Rows of padding count as full in `seen`; here they would add to the sum.
             full = Boolean(full & (first + ROWS <= cutlass.max(bounds.query_end, 0)))
         return ptx.where(visible, ptx.where(full, Int32(FULL), Int32(EDGE)), Int32(HIDDEN)), Int32(0)

@@ -10,7 +10,7 @@ row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -130,7 +130,7 @@ class DbiasSum:
         for i in range(self.lane_rows):
             row = first + 8 * i
             limits = bounds.key_limits(row)
-            if bounds.kind.query_end:
+            if bounds.kind.query_end or self.spec.sums_diagonals:
                 limits = Limits(limits.low, ptx.where(row < bounds.query_end, limits.high, Int32(-UNBOUNDED)))
             rows.append(Visibility.of(limits, column, bounds.kind.left))
         return score.edges(rows)
@@ -145,6 +145,9 @@ class DbiasSum:
                 words = [ptx.where(lane.warp_column == 0, *words)]
             # A query that sees nothing, such as padding, may be in a full tile.
             dead = [x == Float32(float("inf")) for x in hidden.lse2[2 * block : 2 * block + 2]]
+            if self.spec.sums_diagonals:
+                first = item.row * ROWS + lane.row + 16 * block
+                dead = [Boolean(x | Boolean(first + 8 * i >= self.sizes.query_length)) for i, x in enumerate(dead)]
             found = [[ptx.where(x, Int32(0), word) for word in words] for x in dead]
             rows += [Bits([words]).rows()[i] for i, words in enumerate(found)]
         return rows
@@ -166,10 +169,9 @@ class DbiasSum:
         self.total.fill(0.0)
 
 
-@final
 @dataclass(frozen=True, eq=False)
-class MatrixSum(DbiasSum):
-    """The sum of dS = P (dP - delta) for each score of a tile of a matrix."""
+class _ScoreSum(DbiasSum):
+    """A sum for each score of a tile."""
 
     # This says whether delta is subtracted from dP before dP is added.
     centered = True
@@ -177,7 +179,7 @@ class MatrixSum(DbiasSum):
     @classmethod
     def start(
         cls, schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
-    ) -> "MatrixSum":
+    ) -> Self:
         """Returns the registers."""
         total = _registers(lane_rows * 2 * n_blocks)
         return cls(schedule.spec, schedule, *launch, lane_rows, n_blocks, total)
@@ -191,6 +193,18 @@ class MatrixSum(DbiasSum):
             at = part.scores.at(i)
             self._add(i, part.weight(i), part.change(i, at), at, part.edge)
 
+    def _pair(self, i: int, block: int) -> list[Float32]:
+        """Returns two neighbors of one of the lane's rows."""
+        m, half = divmod(i, 2)
+        total: Any = self.total
+        return [total[4 * (m * self.n_blocks + block) + 2 * half + e] for e in range(2)]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class MatrixSum(_ScoreSum):
+    """The sum of dS = P (dP - delta) for each score of a tile of a matrix."""
+
     def store(self, place: TilePlace) -> None:
         """Stores the sum."""
         tile, lane = place
@@ -200,12 +214,6 @@ class MatrixSum(DbiasSum):
             first = (Int64(tile.target) * self.sizes.query_length + row) * self.sizes.bias_pitch
             store = self._store_wide if self.spec.dbias_dtype == "float32" else self._store_rounded
             store(tile, lane, first, i, exists)
-
-    def _pair(self, i: int, block: int) -> list[Float32]:
-        """Returns two neighbors of one of the lane's rows."""
-        m, half = divmod(i, 2)
-        total: Any = self.total
-        return [total[4 * (m * self.n_blocks + block) + 2 * half + e] for e in range(2)]
 
     def _store_wide(self, tile: MatrixTile, lane: Lane, first: Int64, i: int, exists: Boolean) -> None:
         """Stores a row of the lane in float32."""
@@ -232,6 +240,21 @@ class MatrixSum(DbiasSum):
                 ptx.store_global_chunk(address, chunk)
 
             cutlass.if_generate(Boolean(exists & (column < self.sizes.bias_pitch)), store)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DiagonalSum(_ScoreSum):
+    """The sum of P' (dP - delta) for each score of a tile, over the tiles of a diagonal, where P' is the weight."""
+
+    def store(self, place: TilePlace) -> None:
+        """Stores the sum, `[128, 128]`. XLA adds up its diagonals."""
+        tile, lane = place
+        for i in range(self.lane_rows):
+            first = (Int64(tile.target) * ROWS + (lane.row + 8 * i)) * KEYS
+            for block in range(self.n_blocks):
+                address = self.buffers.dbias.toint() + (first + (8 * block + lane.column)) * 4
+                ptx.store_global_pair(address, *self._pair(i, block))
 
 
 @final
@@ -299,7 +322,7 @@ def _registers(count: int) -> cute.Tensor:
 
 def start_sum(
     schedule: DbiasSchedule, launch: tuple[Buffers, Scalars | Sizes], lane_rows: int, n_blocks: int
-) -> MatrixSum | RowSums:
+) -> MatrixSum | DiagonalSum | RowSums:
     """Returns the sums of a warp, before `clear`; see `DbiasSum`."""
-    kind = RowSums if schedule.spec.sums_rows else MatrixSum
+    kind = RowSums if schedule.spec.sums_rows else DiagonalSum if schedule.spec.sums_diagonals else MatrixSum
     return kind.start(schedule, launch, lane_rows, n_blocks)

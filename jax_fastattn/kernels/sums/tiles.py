@@ -41,6 +41,17 @@ def key_list_tiles(spec: KernelSpec) -> PrepassConfig:
     return spec.tiles_of(spec.config.dq or _Tiles(PrepassConfig(ROWS, KEYS)))
 
 
+def diagonals(queries: int, keys: int) -> int:
+    """Returns how many diagonals of tiles there are."""
+    return -(-queries // ROWS) + -(-keys // KEYS) - 1
+
+
+def diagonal_parts(tiles: int, multiprocessors: int) -> int:
+    """Returns in how many parts each diagonal of tiles is computed: these differ in length, so each SM gets several."""
+    most = max(_PARTS_NBYTES // (4 * ROWS * KEYS * max(tiles, 1)), 1)
+    return min(-(-4 * multiprocessors // max(tiles, 1)), most)
+
+
 def dbias_parts(shape: tuple[int, int, int], sharing: int, multiprocessors: int) -> int:
     """Returns in how many parts a gradient is computed, each with some of the items of every tile.
 

@@ -22,6 +22,8 @@ from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import COLUMN_WARPS, KEYS, ROW_SUMS, dbias_parts
 from jax_fastattn.layouts.heads import reduce_to
+from jax_fastattn.ops.cuda.score_planes import diagonal_shape
+from jax_fastattn.ops.cuda.summed import row_gradient
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, Problem
 
 # Kernels do not read these operands if a bias of rows is left to XLA: the sum of dS is what a sink leaves.
@@ -78,6 +80,8 @@ def result_shapes(kernel: KernelSpec, problem: Problem, multiprocessors: int) ->
         parts = dbias_parts((heads, queries, 1), -(-keys // KEYS), multiprocessors)
         rows = problem.batch, problem.num_heads, COLUMN_WARPS[kernel.family], ROW_SUMS, queries
         return found | {"dbias": (parts, *rows)}
+    if kernel.sums_diagonals:
+        return found | {"dbias": diagonal_shape(kernel, problem, multiprocessors)}
     if not kernel.sums_dbias or shape is None:
         return found
     planes = shape[0] * shape[1]
@@ -106,17 +110,6 @@ def bias_gradient(
     parts = found["dbias"].astype(jnp.float32)
     total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
     return total[..., : shape[3]].reshape(shape)
-
-
-def row_gradient(sums: jax.Array, dlse: jax.Array | None, products: jax.Array | None = None) -> jax.Array:
-    """Returns what each row adds to the gradient of a bias of rows or a plane, `[B, N, T]`; see `tile_sums.RowSums`.
-
-    Rows without weights add 0: they see nothing, and their dlse may be no number.
-    """
-    changes, weights, own = jnp.moveaxis(jnp.sum(sums, axis=(0, 3)), 2, 0)
-    delta = own if products is None else products.swapaxes(1, 2)
-    delta = delta if dlse is None else delta - dlse.swapaxes(1, 2)
-    return jnp.where(weights == 0, changes, changes - weights * delta)
 
 
 class XlaRowBias:

@@ -30,7 +30,6 @@ from jax_fastattn.ops.cuda.bias_gradient import (
     bias_gradient,
     is_of_rows_alone,
     result_shapes,
-    row_gradient,
     row_products,
     with_parts,
     without_rows,
@@ -180,7 +179,7 @@ def backward(
         bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, _sink_terms(found, half), operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
-        **({} if kernel.dplane is None else plane_gradient(kernel, operands, row_gradient(found["dbias"], dlse))),
+        **({} if kernel.dplane is None else plane_gradient(kernel, operands, found, dlse)),
     )
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.codes import PLANE_PADDING, ScoreParts
+from jax_fastattn.kernels.codes import PLANE_PADDING, score_parts
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.tiles import KEYS, ROWS, diagonal_parts, diagonals
 from jax_fastattn.layouts.heads import reduce_to
-from jax_fastattn.spec import PLANES, Operands
+from jax_fastattn.ops.cuda.summed import distance_sums, row_gradient
+from jax_fastattn.spec import PLANES, Operands, Problem
 
 # Zeros before and after the numbers of a plane.
 _PADDING = {"query": (0, PLANE_PADDING), "key": (0, PLANE_PADDING), "distance": (PLANE_PADDING, PLANE_PADDING)}
@@ -21,16 +23,10 @@ _PADDING = {"query": (0, PLANE_PADDING), "key": (0, PLANE_PADDING), "distance": 
 _MOST = 1e18
 
 
-def score_parts(kernel: KernelSpec) -> ScoreParts | None:
-    """Returns what a compile key holds of a score function; None without one."""
-    found = [x for code in kernel.features for x in code.constants if isinstance(x, ScoreParts)]
-    return found[0] if found else None
-
-
 def with_score_planes(kernel: KernelSpec, arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array | None]:
     """Returns the operands of a launch by name, of which planes are those that the score function reads."""
     found = {name: x for name, x in arrays.items() if name not in PLANES}
-    parts = score_parts(kernel)
+    parts = score_parts(kernel.features)
     for operand in parts.plane_operands if parts is not None else ():
         x = arrays[operand.name]
         assert x is not None
@@ -42,19 +38,39 @@ def with_score_planes(kernel: KernelSpec, arrays: Mapping[str, jax.Array | None]
     return found
 
 
-def plane_gradient(kernel: KernelSpec, operands: Operands, rows: jax.Array) -> dict[str, jax.Array]:
+def diagonal_shape(kernel: KernelSpec, problem: Problem, multiprocessors: int) -> tuple[int, ...]:
+    """Returns the shape of the sums for a plane of distances, `[parts, planes, diagonals, 128, 128]`."""
+    parts = score_parts(kernel.features)
+    assert parts is not None and kernel.dplane is not None
+    operand = parts.operands[parts.places[kernel.dplane].operand]
+    planes = (problem.batch if operand.per_batch else 1) * (problem.num_heads if operand.per_head else 1)
+    count = diagonals(problem.query_length, problem.key_length)
+    return diagonal_parts(planes * count, multiprocessors), planes, count, ROWS, KEYS
+
+
+def plane_gradient(
+    kernel: KernelSpec, operands: Operands, found: Mapping[str, jax.Array], dlse: jax.Array | None
+) -> dict[str, jax.Array]:
     """Returns the gradient of the operand with the plane that a launch sums, by name.
 
     Args:
         operands: the call's.
-        rows: what each row adds, `[B, N, T]`.
+        found: what the launch has written, by name.
+        dlse: the cotangent of the log-sum-exps `[B, T, N]`, or None for 0.
     """
-    parts = score_parts(kernel)
+    parts = score_parts(kernel.features)
     assert parts is not None and kernel.dplane is not None
     place = parts.places[kernel.dplane]
     x: jax.Array = getattr(operands, place.operand)
-    if place.plane.kind == "head":
-        found = reduce_to((*x.shape[:2], 1), rows)[:, :, 0]
+    batch, heads, kind = *x.shape[:2], place.plane.kind
+    if kind == "distance":
+        queries = operands.query.shape[1]
+        plane = distance_sums(jnp.sum(found["dbias"], axis=0), queries, x.shape[3]).reshape(batch, heads, -1)
+    elif kind == "key":
+        by_warp = found["dkey_bias"].reshape(operands.query.shape[0], operands.query.shape[2], -1, x.shape[3])
+        plane = reduce_to((batch, heads, x.shape[3]), jnp.sum(by_warp, axis=2))
     else:
-        found = reduce_to((*x.shape[:2], rows.shape[2]), rows)
-    return {place.operand: jnp.zeros_like(x).at[:, :, place.start].set(found)}
+        rows = row_gradient(found["dbias"], dlse)
+        plane = reduce_to((batch, heads, 1 if kind == "head" else rows.shape[2]), rows)
+    plane = plane[:, :, 0] if kind == "head" else plane
+    return {place.operand: jnp.zeros_like(x).at[:, :, place.start].set(plane)}

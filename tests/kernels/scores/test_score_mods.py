@@ -32,7 +32,7 @@ SLOPES = jnp.asarray([0.3, -0.02, 0.05, 0.7], jnp.float32)
 TABLE = jnp.asarray(_random.standard_normal((1000, 4)), jnp.float32)
 ROWS = jnp.asarray(_random.standard_normal((B, 300)), jnp.float32)
 COLUMNS = jnp.asarray(_random.standard_normal((4, 400)), jnp.float32)
-IDS = jnp.asarray(np.sort(_random.integers(0, 3, (B, S)), 1), jnp.int32)
+IDS = jnp.asarray(np.sort(_random.integers(0, 3, (B, 200)), 1), jnp.int32)
 COUNTS = jnp.asarray(_random.integers(0, 5, (B, 4)), jnp.int32)
 
 
@@ -169,25 +169,34 @@ def test_rows_past_the_end_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
     "slopes": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k), SLOPES[:N] * jnp.array([1.0, -10.0])),
     "scalar": (lambda x: lambda s, b, h, q, k: x * jnp.tanh(s / x), jnp.float32(1.5)),
+    "keys": (lambda x: lambda s, b, h, q, k: s - SLOPES[h] * (q - k) + x[h, k], COLUMNS[:N, :S]),
+    "table": (lambda x: lambda s, b, h, q, k: s + x[k - q + T, h], TABLE[: T + S, :N]),
+    "table-times-score": (lambda x: lambda s, b, h, q, k: s * (1 + 0.5 * jnp.tanh(x[k - q + T])), TABLE[: T + 200, 0]),
     "temperature-of-tokens": (lambda x: lambda s, b, h, q, k: s * x[b, q], 1 + 0.3 * ROWS[:, :T]),
 }
 CALLS = [("slopes", "sm_90a", 64), ("slopes", "sm_80", 64), ("scalar", "sm_90a", 128)]
 CALLS += [("temperature-of-tokens", "sm_90a", 192), ("temperature-of-tokens", "sm_80", 64)]
+CALLS += [(name, arch, 64) for name in ("table", "table-times-score", "keys") for arch in ("sm_90a", "sm_80")]
+# These run at every commit.
+ALWAYS = [("slopes", "sm_80", 64), ("table", "sm_80", 64)]
 
 
 @pytest.mark.parametrize(
     ("name", "arch", "head_dim"),
-    [pytest.param(*x, marks=[] if x == CALLS[1] else pytest.mark.slow) for x in CALLS],
+    [pytest.param(*x, marks=[] if x in ALWAYS else pytest.mark.slow) for x in CALLS],
 )
 def test_gradients_of_captured_arrays(name: str, arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1 % of float32."""
     emulated_ops.emulate(monkeypatch, arch)
     make, captured = CAPTURED[name]
     random = np.random.default_rng(0)
-    shapes = ((B, T, N, head_dim), (B, S, K, head_dim), (B, S, K, head_dim), (B, T, N, head_dim))
+    keys, options = S, {"segment_ids": (IDS[:, :T], IDS[:, :S])}
+    if name.startswith("table-"):  # without lists, and with two diagonals of tiles
+        keys, options = 200, {"query_seq_lengths": jnp.array([T, 23]), "local_window_size": (None, 90)}
+    shapes = ((B, T, N, head_dim), (B, keys, K, head_dim), (B, keys, K, head_dim), (B, T, N, head_dim))
     *arrays, dout = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes)
-    spec, operands = canonicalize(*arrays, score_mod=make(captured), segment_ids=(IDS[:, :T], IDS))
-    (plane,) = (x for x in spec.present if x.endswith("_numbers"))
+    spec, operands = canonicalize(*arrays, score_mod=make(captured), **options)
+    *_, plane = (x for x in spec.present if x.endswith("_numbers"))
     out, lse = cuda.forward(spec, operands)
     found = getattr(cuda.backward(spec, operands, out, lse, dout, None, [*QKV, plane]), plane)
     _, (wanted,) = reference(spec, operands, [plane], dout)

@@ -50,7 +50,16 @@ from jax_fastattn.kernels.sm80.backward.dbias_config import (
 )
 from jax_fastattn.kernels.sm80.backward.visible_items import Item, VisibleItems
 from jax_fastattn.kernels.sums.schedule import FULL, HIDDEN, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
+from jax_fastattn.kernels.sums.tile_sums import (
+    DiagonalSum,
+    Hidden,
+    ItemPart,
+    Lane,
+    MatrixSum,
+    RowSums,
+    TilePlace,
+    start_sum,
+)
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 from jax_fastattn.kernels.sums.units import load_units
 
@@ -102,7 +111,7 @@ class DbiasCta:
     shared: Int32
     score: Score
     items: VisibleItems
-    sum: MatrixSum | RowSums
+    sum: MatrixSum | DiagonalSum | RowSums
     stage: cute.Tensor
 
     @classmethod

@@ -25,7 +25,16 @@ from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, I
 from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
-from jax_fastattn.kernels.sums.tile_sums import Hidden, ItemPart, Lane, MatrixSum, RowSums, TilePlace, start_sum
+from jax_fastattn.kernels.sums.tile_sums import (
+    DiagonalSum,
+    Hidden,
+    ItemPart,
+    Lane,
+    MatrixSum,
+    RowSums,
+    TilePlace,
+    start_sum,
+)
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 from jax_fastattn.kernels.sums.units import Units
 
@@ -98,7 +107,7 @@ class DbiasConsumer:
     items: Items
     bias_phase: wgmma.Uniform
     products: DbiasProducts
-    sum: MatrixSum | RowSums
+    sum: MatrixSum | DiagonalSum | RowSums
 
     @classmethod
     def start(
