@@ -26,7 +26,7 @@ from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
-from jax_fastattn.programs.analysis import terms
+from jax_fastattn.programs.analysis import is_wild, terms
 from jax_fastattn.programs.code import Code, Place, places
 from jax_fastattn.programs.function import Program
 from jax_fastattn.spec import Problem, is_known
@@ -74,6 +74,9 @@ _REMEDIES: dict[Kind, str] = {
 
 # A word of dropout is drawn for rows of a block of this many, see `dropout.py`.
 WORD_ROWS = 16
+
+# Tiles of this many queries, or of a divisor, have no rows past the end.
+_QUERIES = 128
 
 # Lists have numbers for all tiles up to this length; tiles have at least 32 rows.
 MAX_LISTED_LENGTH = 32 * MAX_TILES
@@ -172,6 +175,11 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
     if unknown := sorted({op for op, *_ in program.instructions} - SCORE_OPS):
         text = f"`score_mod` computes {', '.join(f'`{op}`' for op in unknown)}, which has no instruction in the kernels"
         found.append((text, "compute it ahead of the call"))
+    if is_known(problem.query_length) and problem.query_length % _QUERIES and is_wild(program):
+        text = (
+            f"`score_mod` may be no number past the last query, and {_QUERIES} does not divide {problem.query_length}"
+        )
+        found.append((text, f"pad the queries to a multiple of {_QUERIES}, and pass `query_seq_lengths`"))
     return found
 
 

@@ -93,6 +93,13 @@ def _is_tame(code: Code, instruction: Instruction, dtype: str, *, finite_planes:
     return is_number(code, operands[1]) if op == "div" else op in _TAME
 
 
+def is_wild(code: Code) -> bool:
+    """Returns whether the new score or its derivative may be no number at a score of 0 and zeros of planes."""
+    found = [(code.dtypes[i], code.instructions[i]) for i in code.needed(code.results)]
+    wild = any(not _is_tame(code, x, dtype, finite_planes=True) and x[0] != "const" for dtype, x in found)
+    return wild or not keeps_nan(code)
+
+
 def is_number(code: Code, i: int) -> bool:
     """Returns whether a value is a known float that numbers may be divided by."""
     op, *operands = code.instructions[i]

@@ -522,6 +522,22 @@ def test_the_kernels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch
     assert "`mask_mod` is evaluated as it stands, because `" in found.note and "has no instruction" in found.note
 
 
+def test_functions_that_may_be_no_numbers_need_full_tiles() -> None:
+    """Past the last query a kernel evaluates them, too."""
+    weights = jnp.ones(T)
+    wild: list[Callable[..., Any]] = [
+        lambda s, b, h, q, k: s + jnp.log(1.0 * (T - q) * (k + 1)),
+        lambda s, b, h, q, k: s / (1 + jnp.abs(s)),
+        lambda s, b, h, q, k: jnp.where(weights[q] > 0.01 * k, s, -s),
+    ]
+    for mod in (*wild, lambda s, b, h, q, k: jnp.where(q > k, 5 * jnp.tanh(s / 5), -jnp.inf)):
+        shapes = [jax.ShapeDtypeStruct((B, length, N, 64), jnp.bfloat16) for length in (T, 128)]
+        found = [explain(x, x, x, score_mod=mod, arch="sm_90a") for x in shapes]
+        assert found[1].implementation == "cuda"
+        is_refused = f"past the last query, and 128 does not divide {T}" in found[0].advice
+        assert is_refused == (mod in wild)
+
+
 def test_gradients_of_captured_arrays_run_kernels_or_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """If no kernel computes one that is wanted, the backward pass takes the XLA path."""
     given = {x: y.astype(jnp.bfloat16) for x, y in mods.draw().items()}

@@ -130,7 +130,9 @@ def test_all_kinds_of_planes(arch: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_calls(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mod, head_dim, options = CASES[name]
-    check(arch, monkeypatch, mod, (150, 170, 4, 2, head_dim), **options)
+    # See `analysis.is_wild`.
+    queries = 128 if name.startswith("functions") else 150
+    check(arch, monkeypatch, mod, (queries, 170, 4, 2, head_dim), **options)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -154,15 +156,6 @@ def test_gradients_of_a_steep_function_in_float16_take_the_xla_path(factor: floa
     assert not gradient_reasons(problem, ())
     found = gradient_reasons(problem, ("query",))
     assert len(found) == count and all("infinite in float16" in x.text for x in found)
-
-
-def test_rows_past_the_end_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function is NaN there, and its derivative infinite at the score of 0 of such a row."""
-
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return jnp.sign(s) * jnp.sqrt(jnp.abs(s)) + 0.1 * jnp.log((T - q) * (k + 1.0))
-
-    check("sm_90a", monkeypatch, mod)
 
 
 # By name: a function, and an array that it captures. Slopes have both signs, so that some heads attend far away.
