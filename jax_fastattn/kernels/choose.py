@@ -332,10 +332,9 @@ def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
 
 
 def takes_terms(problem: Problem, *, dbias: bool) -> bool:
-    """Returns whether float32 takes products of two terms, since powers of two of float16 lack a bound.
+    """Returns whether float32 takes products of terms: powers of two of float16 do not allow for these features.
 
-    They know nothing of the slopes of a score function, nor of the factor of dropout. The gradient of a bias may add up
-    heads, whose powers differ.
+    The gradient of a bias may add up heads, whose powers differ.
     """
     return dbias or problem.spec.score_mod is not None or "dropout" in problem.spec.present
 
@@ -396,7 +395,6 @@ def kernel_spec(
     key = replace(key, compared=_compares(problem, key))
     if op != "backward" or not key.config.adds_dq:
         return key
-    # Which order is faster in the portable kernel is not known.
     one_sided_window = key.bounds_kind.one_sided_window
     ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
     return configured(replace(key, ordered=ordered), short=short)

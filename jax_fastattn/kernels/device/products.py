@@ -375,9 +375,7 @@ def crossing_words(spec: KernelSpec) -> MemoryWords:
 
     In float16 it has three bits more than in bfloat16, and would be infinite with steep functions.
     """
-    if spec.terms > 1:
-        return Single()
-    return Native(spec.product_dtype if spec.is_steep else "float16")
+    return Single() if spec.terms > 1 else Native(spec.product_dtype if spec.is_steep else "float16")
 
 
 def result_words(spec: KernelSpec) -> MemoryWords:
@@ -388,8 +386,7 @@ def result_words(spec: KernelSpec) -> MemoryWords:
 def summed(spec: KernelSpec) -> Callable[[Float32, Float32], list[Float32]] | None:
     """Returns what rounds two weights of a forward pass for its sums; None if sums are of weights as they are.
 
-    Delta is made of the output. The output of weights that add up to their sum has no error where one weight is nearly
-    1, and there dS is a small difference of dP and delta. An output of 16 bits is rounded anyway.
+    Delta is made of the output, which then has no error where a weight is nearly 1: dS is a small difference there.
     """
     if spec.op != "forward" or spec.products != "half":
         return None

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX instructions as functions of device values: what mma.sync kernels need and `cute.arch` lacks.
 
-Shared-memory addresses are Int32 byte addresses, global ones Int64 byte addresses. Instructions that touch memory are
-marked as having side effects, so that they keep their order against barriers and cp.async groups.
+Addresses are in bytes, Int32 of shared memory and Int64 of global memory. Instructions that touch memory have side
+effects, so that they keep their order against barriers and cp.async groups.
 """
 
 from typing import Any
@@ -65,10 +65,8 @@ def mma(
     a: Registers, b: Registers, c: list[Float32], *, dtype: str = "bf16", loc: Any = None, ip: Any = None
 ) -> list[Float32]:
     """Returns c + a b of one m16n8k16 fragment: four registers of a, two of b, four of c; dtype is "bf16" or "f16"."""
-    text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
+    places = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {places};"
     return _asm(text, "ffff", "rrrrrrffff", [*a, *b, *[Float32(x) for x in c]], False, loc, ip)
 
 
@@ -81,8 +79,7 @@ def copy_async(shared: Int32, source: Int64, *, loc: Any = None, ip: Any = None)
 @dsl_user_op
 def copy_async_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Issues a cp.async of `size` (0 or 16) bytes; the rest of 16 becomes zero. Nothing is read when size is 0."""
-    text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
-    _asm(text, "", "rlr", [shared, source, size], True, loc, ip)
+    _asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [shared, source, size], True, loc, ip)
 
 
 @dsl_user_op
@@ -122,8 +119,7 @@ def pack(
 ) -> Int32:
     """Rounds two values to nearest and packs them, `low` into the lower half; dtype is "bf16" or "f16".
 
-    With a `floor` negative values become 0. If it is `apart`, the compiler makes no other pair of the same values the
-    same register, which a product in flight may still read.
+    With a `floor` negative values become 0. `apart` keeps it from sharing registers that a product in flight reads.
     """
     text = f"cvt.rn{'.relu' if floor else ''}.{dtype}x2.f32 $0, $1, $2;"
     return _asm(text, "r", "ff", [Float32(high), Float32(low)], apart, loc, ip)
@@ -138,8 +134,7 @@ def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) 
 @dsl_user_op
 def maximum(a: Float32, b: Float32, *, keep_nan: bool = False, loc: Any = None, ip: Any = None) -> Float32:
     """Returns the larger value; of a NaN and a number the number, or NaN if `keep_nan`."""
-    text = f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;"
-    return _asm(text, "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
+    return _asm(f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;", "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
 
 
 @dsl_user_op
@@ -360,9 +355,8 @@ def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 def fetch_add_global(address: Int64, value: Int32, order: str, *, loc: Any = None, ip: Any = None) -> Int32:
     """Adds to 4 bytes of global memory atomically and returns what was there.
 
-    `order` is "relaxed"; "release", which makes all writes that this thread knows of visible to a thread that acquires
-    the sum; or "acq_rel", by which it also sees what others have released so. A release waits for all that the SM has
-    written, the rest for nothing.
+    `order` is "relaxed"; "release", which shows all writes that this thread knows of to one that acquires the sum; or
+    "acq_rel", by which it also sees what others have released so. A release waits for all that the SM has written.
     """
     return _asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
 

@@ -205,7 +205,7 @@ class DiagonalTile(NamedTuple):
     @staticmethod
     def names(item: DbiasItem) -> list[Int32]:
         """Returns the words that tell an item from the others."""
-        return [*item.head, item.row]
+        return [item.head.batch, item.head.head, item.row]
 
     def named(self, names: Iterable[Int32]) -> DbiasItem:
         """Returns the item that has these words."""
