@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_fastattn import attention
 
-LENGTH, HEADS, HEAD_DIM = 96, 4, 32
+LENGTH, HEADS, HEAD_DIM = 128, 4, 32
 
 
 def decay(params):
