@@ -79,13 +79,13 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     listed = {"query_lists", "query_bits", "key_tile_counts"}
     rows = {"key_records", "query_ids"}, {"query_records", "key_ids"}
     tiles = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed, *rows[0], *rows[1]}
-    sinks, half = {"sinks", "dsinks_terms"}, {"delta"}
-    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes"}
-    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias | half
+    sinks = {"sinks", "dsinks_terms"}
+    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes", "delta"}
+    assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias
     full = dataclasses.replace(plain, **dict.fromkeys(absent, True))
-    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks | bias | half
+    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks | bias
     full = dataclasses.replace(full, dsinks=True)
-    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | bias | half
+    assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | bias
     packed = launch_buffers(dataclasses.replace(plain, packed=True, query_offset=True))
     assert packed["query_tiles"] == packed["key_tiles"] == "int32" and packed["query_offset"] is None
     assert launch_buffers(full)["dq"] == "float16" and launch_buffers(full)["head_ready"] == "int32"
