@@ -30,17 +30,13 @@ from jax_fastattn.kernels.sm80.backward.launches import BackwardKernel
 ORDER = HeadOrder(group=2)
 
 
-# Operands and their results, see `draw_operands`.
-Drawn = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
-
-
 class Run:
     """The kernels of one compile key, the memory of one launch of them, and what they should write."""
 
-    def __init__(self, spec: KernelSpec, sizes: Sizes, drawn: Drawn | None = None):
+    def __init__(self, spec: KernelSpec, sizes: Sizes):
         self.spec, self.sizes, self.kernel = spec, sizes, BackwardKernel(spec)
         self.texts = compile_kernel(self.kernel, spec)
-        self.arrays, self.wanted = drawn or draw_operands(spec, sizes)
+        self.arrays, self.wanted = draw_operands(spec, sizes)
         operands = {"dq": "query", "dk": "key", "dv": "value"}
         self.arrays |= {
             name: np.full(self.arrays[x].shape, np.nan, self.arrays[x].dtype) for name, x in operands.items()

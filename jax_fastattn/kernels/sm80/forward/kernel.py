@@ -54,9 +54,8 @@ from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
 from jax_fastattn.kernels.weights import Weights
 
-# Before the accumulator is rescaled, a weight may be 2^2 times what a lane has of the row, which counts as 2^6 at most,
-# since float16 ends at 2^16. A larger one may be most of the row, and no power of two when it is rounded.
-_LOG2_GROWTH, _MOST = 2.0, 2.0**6
+# A row maximum may grow by this factor (log2) before the accumulator is rescaled. float16 has the least limit, 2^16.
+_LAZY_RESCALE = 8.0
 
 
 class ForwardKernel:
@@ -332,11 +331,11 @@ class ForwardKernel:
             rows.sums[i] = rows.sums[i] + total
 
     def _raise_maxima(self, rows: RowState, maxima: list[Float32], factor: Float32) -> None:
-        """Rescales output and sums if the greatest weight of a row of the warp would be too large."""
-        grown = cutlass.Boolean(False)
+        """Rescales output and sums if a maximum of the warp's rows has grown by more than the allowed lag."""
+        grown = None
         for i, x in enumerate(maxima):
-            lowered = ptx.exp2(ptx.fma(x - rows.maxima[i], factor, Float32(-_LOG2_GROWTH)))
-            grown = cutlass.Boolean(grown | (lowered > cutlass.min(rows.sums[i], Float32(_MOST))))
+            outgrown = (x - rows.maxima[i]) * factor > Float32(_LAZY_RESCALE)
+            grown = outgrown if grown is None else cutlass.Boolean(grown | outgrown)
 
         def rescale() -> None:
             for i, x in enumerate(maxima):
