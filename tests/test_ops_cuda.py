@@ -64,6 +64,7 @@ def test_terms_of_rows_are_added_up_to_the_gradient_of_sinks(
         return {name: jnp.zeros(shapes[name]) for name in ("dq", "dk", "dv")} | {"dsinks_terms": terms}
 
     monkeypatch.setattr(ffi, "arch", lambda: arch)
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: 132)
     monkeypatch.setattr(LaunchPlan, "bind", launch)
     gradients = cuda.backward(spec, operands, found.out, found.lse, dout, dlse)
     np.testing.assert_allclose(gradients.sinks, found.dsinks, rtol=1e-5, atol=1e-5)
@@ -80,5 +81,6 @@ def test_no_gradient_of_sinks_is_computed_unless_it_is_wanted(
         return {name: jnp.zeros(shape) for name, shape in plan.shapes.items()}
 
     monkeypatch.setattr(ffi, "arch", lambda: "sm_90a")
+    monkeypatch.setattr(ffi, "multiprocessors", lambda: 132)
     monkeypatch.setattr(LaunchPlan, "bind", launch)
     assert cuda.backward(spec, operands, found.out, found.lse, dout, dlse, QKV).sinks is None
