@@ -15,7 +15,8 @@ the first one visited, whose copies are predicated. If such keys may come first,
 In a list (`tiles/lists.py`), any edge tile may hold such keys. Copies of edge tiles are predicated by the end of the
 array, and threads zero what they have copied of values that no query of the tile sees.
 
-The maximum that shifts the exponentials may be below the true one: see `_LOG2_GROWTH` for when it is raised.
+The maximum that shifts the exponentials may be below the true one by a factor of up to 2^8: the accumulator is
+rescaled only when a row outgrows that, which after the first tiles is almost never.
 """
 
 from collections.abc import Callable
