@@ -82,7 +82,7 @@ def _hidden_numbers(
         if kind == "distance":
             rows, columns = (jax.lax.iota(jnp.int32, size) for size in pairs.shape[2:])
             read = jnp.zeros((*pairs.shape[:2], x.shape[3]), jnp.bool)
-            read = read.at[:, :, columns - rows[:, None] + len(rows)].max(pairs)
+            read = read.at[:, :, columns[None] - rows[:, None] + len(rows)].max(pairs)
         shared = tuple(axis for axis in range(2) if x.shape[axis] == 1)
         read = jnp.any(read, axis=shared, keepdims=True)
         plane = hide(x[:, :, place.start], jnp.broadcast_to(jnp.logical_not(read), x[:, :, place.start].shape), axis=2)
