@@ -92,7 +92,7 @@ def _dimensions(count: int) -> str:
 
 
 class Shape(jax.ShapeDtypeStruct):
-    """Shape and dtype of an array that nobody reads, which passes all checks of arrays."""
+    """Shape and dtype in the place of an array, which pass all checks of arrays."""
 
     def __getitem__(self, index: None) -> Shape:
         """Returns the shape with one more axis of size 1 in front."""

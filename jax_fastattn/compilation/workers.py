@@ -4,9 +4,9 @@
 
 Threads cannot: the compiler holds Python's lock, and keeps state in the process. A worker is a fresh Python, neither a
 fork of this process nor one that runs the user's script again. It delivers through the disk cache, from which nothing
-is read that another user may write. Whoever needs a kernel waits for its worker as long as that has half a CPU. A look
-at every `PATIENCE` seconds tells, so that a worker that starves or hangs costs no more. Its failure is silent here:
-`failures.py` keeps it for `info`.
+is read that another user may write. A thread that needs a kernel waits for its worker as long as the worker gets half a
+CPU, and looks every `PATIENCE` seconds, so that a worker that starves or hangs costs no more. The failure of a worker
+is silent here: `failures.py` keeps it for `info`.
 """
 
 from __future__ import annotations

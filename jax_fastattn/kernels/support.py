@@ -148,7 +148,7 @@ def _dropout_checks(problem: Problem) -> list[tuple[bool, Kind, str]]:
         (
             problem.spec.score_mod is None,
             "dropout",
-            "the signs of weights say what is dropped, and those of a `score_mod` may be negative",
+            "the sign of a weight says whether it is dropped, and slopes of a `score_mod` may be negative",
         ),
     ]
 

@@ -319,7 +319,9 @@ def test_explain_names_the_reason() -> None:
     shapes = [jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)] * 3
     found = explain(*shapes, score_mod=lambda s, b, h, q, k: s, dropout_rate=0.1, dropout_key=KEY, arch="sm_90a")
     assert found.implementation == "xla"
-    assert "the signs of weights say what is dropped, and those of a `score_mod` may be negative" in found.reasons
+    assert (
+        "the sign of a weight says whether it is dropped, and slopes of a `score_mod` may be negative" in found.reasons
+    )
     for arch in ("sm_80", "sm_90a"):
         assert explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch=arch).implementation == "cuda"
     assert explain(*shapes, dropout_rate=0.0, dropout_key=KEY, arch="sm_90a").reasons == ()

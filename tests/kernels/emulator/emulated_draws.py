@@ -10,25 +10,20 @@ are not packed have a random `score_mod`. Half of those in float32 have products
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator
-from unittest import mock
 
 import emulated_ops
 import jax
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
+import pytest
 from testing import combinations, compare
 from testing.compare import Results
 from testing.poison import poison
 from testing.random_dropout import with_random_dropout
 from testing.random_functions import with_random_score
 
-from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops.cuda import passes as cuda
-from jax_fastattn.ops.cuda.launch import launch_p
 
 ARCHS = ("sm_90a", "sm_80")
 
@@ -53,7 +48,8 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
         case, spec = (dataclasses.replace(x, precision="tensorfloat32") for x in (case, spec))
     rounding = combinations.rounding(case)
     operands, dout, dlse = poison(spec, operands, *cotangents, turn=case.draw or 0)
-    with _emulated(arch):
+    with pytest.MonkeyPatch.context() as patch:
+        emulated_ops.emulate(patch, arch, emulated_ops.bind)
         out, lse = cuda.forward(spec, operands)
         if not has_gradients:
             compare.assert_within_budget(
@@ -64,13 +60,3 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
     if gradients.bias is not None and operands.bias is not None:
         gradients = gradients._replace(bias=gradients.bias.astype(operands.bias.dtype))
     compare.assert_within_budget(Results.of(out, lse, gradients), *expected, rounding=rounding)
-
-
-@contextlib.contextmanager
-def _emulated(arch: str) -> Generator[None]:
-    with (
-        mock.patch.object(ffi, "arch", lambda: arch),
-        mock.patch.object(ffi, "multiprocessors", lambda: MULTIPROCESSORS),
-        mock.patch.object(launch_p, "bind", emulated_ops.bind),
-    ):
-        yield

@@ -4,23 +4,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator
 from typing import Any
-from unittest import mock
 
 import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from emulated_launch import MULTIPROCESSORS
+import pytest
 
 import jax_fastattn
-from jax_fastattn import dropout, ffi
+from jax_fastattn import dropout
 from jax_fastattn.canonical import batched, packed
 from jax_fastattn.ops.cuda import passes
-from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
 from jax_fastattn.xla import passes as xla
 
@@ -88,17 +84,6 @@ class Call:
         return np.broadcast_to(found[..., self.first[0] :, self.first[1] :], self.shape())
 
 
-@contextlib.contextmanager
-def emulated(arch: str) -> Generator[None]:
-    """Runs launches on an emulated GPU."""
-    with (
-        mock.patch.object(ffi, "arch", lambda: arch),
-        mock.patch.object(ffi, "multiprocessors", lambda: MULTIPROCESSORS),
-        mock.patch.object(launch_p, "bind", emulated_ops.bind),
-    ):
-        yield
-
-
 def check_mask(call: Call, arch: str) -> None:
     """Asserts that a forward kernel keeps what `dropout_mask` keeps: all weights of up to D keys are in the output.
 
@@ -110,7 +95,8 @@ def check_mask(call: Call, arch: str) -> None:
     value = (columns[..., None] == np.arange(width)).astype(np.float32)
     value = jnp.broadcast_to(jnp.asarray(value, call.dtype), (call.batch, *value.shape))
     spec, operands = call.canonical(0.1 * query, key, value)
-    with emulated(arch):
+    with pytest.MonkeyPatch.context() as patch:
+        emulated_ops.emulate(patch, arch)
         out, _ = passes.forward(spec, operands)
     plain = dataclasses.replace(spec, present=tuple(x for x in spec.present if x != "dropout"))
     seen = xla.forward(plain, operands._replace(dropout=None))[0]
@@ -133,7 +119,8 @@ def check_gradients(call: Call, arch: str, tolerance: float = 2**-6) -> None:
     spec, operands = call.canonical(*arrays)
     names = [name for name in DIFFERENTIABLE if name in spec.present]
     dlse = jnp.asarray(np.random.default_rng(1).standard_normal(dout.shape[:3]), jnp.float32)
-    with emulated(arch):
+    with pytest.MonkeyPatch.context() as patch:
+        emulated_ops.emulate(patch, arch)
         out, lse = passes.forward(spec, operands)
         found = passes.backward(spec, operands, out, lse, dout, dlse, names)
     single = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in names})
