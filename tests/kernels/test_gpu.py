@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from testing import combinations, compare, draw_sizes, draws
+from testing.borrow import portable_forward, portable_kernel
 from testing.cases.biases import BIASES
 from testing.cases.few_queries import FEW_QUERIES
 from testing.cases.gpu import GPU_CASES
@@ -31,14 +32,14 @@ from jax_fastattn.cases import models
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.kernels import kernel_specs
 from jax_fastattn.compilation import cache
-from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.kernels.tiles import lists as tile_lists
 from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.spec import AttentionSpec, Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -144,16 +145,6 @@ def _expectation(case: Case) -> tuple[compare.Results, compare.Results]:
     return jax.tree.map(np.asarray, combinations.expected(case, *_inputs(case)))
 
 
-def _portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
-    """Returns the compile key of the portable kernel, which any GPU can run."""
-    return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", **options), arch=arch))
-
-
-def _portable_forward(problem: Problem, arch: str) -> KernelSpec:
-    """Returns that of the forward pass."""
-    return configured(dataclasses.replace(forward_spec(problem, "sm_80"), arch=arch))
-
-
 def _has_too_wide_heads(case: Case) -> str:
     """Returns why float32 heads are too wide, with the shared memory of an RTX card; an empty string if they fit."""
     reasons = unsupported_reasons(case.problem(), ffi.arch()) if case.dtype == "float32" else []
@@ -180,7 +171,7 @@ def expectations(request: pytest.FixtureRequest) -> Any:
         cases[case] = None
         if _has_too_wide_heads(case):
             continue
-        if item.originalname == test_portable_kernels.__name__:
+        if item.originalname == testportable_kernels.__name__:
             portable = kernel_specs([case], "sm_80")
             specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
         else:
@@ -292,10 +283,10 @@ def _varlen_results(case: Case, bounded: Case | None = None) -> compare.Results:
 
 
 @pytest.mark.parametrize("case", PORTABLE_CASES.values(), ids=PORTABLE_CASES.keys())
-def test_portable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def testportable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a Hopper GPU runs only here."""
-    monkeypatch.setattr(cuda, "kernel_spec", _portable_kernel)
-    monkeypatch.setattr(cuda, "forward_spec", _portable_forward)
+    monkeypatch.setattr(cuda, "kernel_spec", portable_kernel)
+    monkeypatch.setattr(cuda, "forward_spec", portable_forward)
     compare.assert_within_budget(_results(case, "sm80"), *expectations[case].result())
 
 

@@ -176,7 +176,7 @@ def test_both_families_run_on_poison_on_a_gpu(name: str, monkeypatch: pytest.Mon
     test_gpu.test_results_and_gradients(case, {case: expectation})
     test_gpu.test_portable_kernels(case, {case: expectation}, monkeypatch)
     arrays = poisoned if case.dlse else poisoned[:2]
-    assert ran == [(arrays, kernel_spec), (arrays, test_gpu._portable_kernel)]
+    assert ran == [(arrays, kernel_spec), (arrays, test_gpu.portable_kernel)]
 
 
 def test_the_portable_path_runs_on_poison(key: jax.Array, monkeypatch: pytest.MonkeyPatch) -> None:
