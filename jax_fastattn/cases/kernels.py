@@ -4,24 +4,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
+from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import forward_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.ops.cuda.bias_gradient import backward_spec
+from jax_fastattn.spec import Problem
 
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     """Returns the distinct kernels that the cases need, forward and backward with prepasses, each to be compiled.
 
-    Kernels for the gradient of a bias are for an H100's number of SMs.
+    Head dims are padded as a call pads them. Kernels for the gradient of a bias are for an H100's number of SMs.
     """
     found: dict[KernelSpec, None] = {}
     for case in cases:
-        problem = problem_by_rows(case.problem())
+        problem = problem_by_rows(_padded(case.problem()))
         forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
         dbias = case.bias is not None and not case.constant_bias
         backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
@@ -29,3 +32,8 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
         found |= dict.fromkeys((forward, backward, *prepasses))
     return list(found)
+
+
+def _padded(problem: Problem) -> Problem:
+    head_dim, v_head_dim = (x + -x % head_dim_multiple(problem.dtype) for x in (problem.head_dim, problem.v_head_dim))
+    return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)

@@ -24,7 +24,6 @@ from jax_fastattn.cli import machine, shapes
 from jax_fastattn.cli.errors import CommandError, UsageError
 from jax_fastattn.cli.text import file_size
 from jax_fastattn.compilation import cache, libraries, workers
-from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import SHORT_LENGTH, SHORT_LOADING_LENGTH
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, ROW_BLOCKS
 from jax_fastattn.kernels.key import KernelSpec
@@ -95,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
-    """Yields the calls whose kernels are compiled, with head dims padded as a call pads them."""
+    """Yields the calls whose kernels are compiled."""
     sizes = [*SIZES, *few_queries(layer), *(biased() if options.bias else ())]
     sizes += compared() if {"mask", "segment_ids"} & {*options.operands} else ()
     if options.length:
@@ -104,16 +103,10 @@ def cases_of(layer: Case, options: argparse.Namespace) -> Iterator[Case]:
         raise UsageError("--batch alone chooses no kernel; pass --length too, or leave out --batch")
     for size in sizes:
         case = shapes.sized(layer, options, size)
-        v_head_dim = case.v_head_dim and _padded(case.v_head_dim, case.dtype)
-        case = dataclasses.replace(case, head_dim=_padded(case.head_dim, case.dtype), v_head_dim=v_head_dim)
         yield case
         if case.mask is not None:
             # Under a mask of padding all queries see the same keys.
             yield dataclasses.replace(case, mask="bs")
-
-
-def _padded(head_dim: int, dtype: str) -> int:
-    return head_dim + -head_dim % head_dim_multiple(dtype)
 
 
 def _architectures(options: argparse.Namespace) -> list[str]:

@@ -213,10 +213,15 @@ class ScoreParts:
         """
         return analysis.keeps_nan(self.code)
 
-    def is_tame(self, result: int) -> bool:
-        """Whether a result is a finite number in the backward pass, even for a row past the end of the sequence."""
+    def is_tame(self, result: int, *, finite_score: bool) -> bool:
+        """Returns whether a result is a finite number in the backward pass, even for a row past the end.
+
+        Args:
+            result: which one.
+            finite_score: see `analysis.is_tame`. A row past the end may have the bias of another row.
+        """
         results = self.code.results[result : result + 1]
-        return analysis.is_tame(self.code, results, finite_planes=self.makes_planes_finite)
+        return analysis.is_tame(self.code, results, finite_planes=self.makes_planes_finite, finite_score=finite_score)
 
     @property
     def slope_is_one(self) -> bool:

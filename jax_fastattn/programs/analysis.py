@@ -70,16 +70,19 @@ def keeps_nan(code: Code) -> bool:
     return not any(code.dtypes[i] != "f" and of_planes[i] for i in needed)
 
 
-def is_tame(code: Code, results: Sequence[int], *, finite_planes: bool = False) -> bool:
+def is_tame(code: Code, results: Sequence[int], *, finite_planes: bool = False, finite_score: bool = True) -> bool:
     """Returns whether values are finite numbers wherever the score and the numbers of heads are.
 
     Args:
         results: which values.
+        finite_score: whether the score is a finite number. With a bias it may be infinite.
         finite_planes: whether other planes count as finite numbers, too. Those of queries, keys and distances that
             nobody sees may be NaN.
     """
-    needed = code.needed(results)
-    return all(_is_tame(code, code.instructions[i], code.dtypes[i], finite_planes=finite_planes) for i in needed)
+    found = [(code.dtypes[i], code.instructions[i]) for i in code.needed(results)]
+    if not finite_score and any(op == "score" for _, (op, *_) in found):
+        return False
+    return all(_is_tame(code, x, dtype, finite_planes=finite_planes) for dtype, x in found)
 
 
 def _is_tame(code: Code, instruction: Instruction, dtype: str, *, finite_planes: bool) -> bool:

@@ -86,7 +86,7 @@ def _promotion() -> Iterator[None]:
 
 
 def check(
-    arch: str, patch: pytest.MonkeyPatch, mod: Mod, sizes: tuple[int, ...] = (T, S, N, K, 64), **options: Any
+    arch: str, patch: pytest.MonkeyPatch, mod: Mod | None, sizes: tuple[int, ...] = (T, S, N, K, 64), **options: Any
 ) -> None:
     """Compares a call and its gradients on an emulated GPU with the float32 reference."""
     emulated_ops.emulate(patch, arch)
@@ -133,6 +133,24 @@ def test_calls(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # See `analysis.is_wild`.
     queries = 128 if name.startswith("functions") else 150
     check(arch, monkeypatch, mod, (queries, 170, 4, 2, head_dim), **options)
+
+
+# By name: the GPU, the dtype of the operands, and the function.
+PAST_THE_END: dict[str, tuple[str, Any, Mod | None]] = {
+    "portable": ("sm_80", jnp.bfloat16, None),
+    "portable-function": ("sm_80", jnp.bfloat16, lambda s, b, h, q, k: s * (2 + jnp.tanh(ROWS[b, q]))),
+    "float32-on-hopper": ("sm_90a", jnp.float32, lambda s, b, h, q, k: s * (2 + jnp.tanh(ROWS[b, q]))),
+}
+
+
+@pytest.mark.parametrize("name", PAST_THE_END)
+def test_rows_past_the_end_of_a_full_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the bias of the last row, whose exponential is infinite, and a factor of 0 where the bias is -inf."""
+    arch, dtype, mod = PAST_THE_END[name]
+    sizes = (70, 130, 1, 1, 64)
+    bias = jnp.full((1, 1, *sizes[:2]), 200.0).at[:, :, -1, 3:].set(-jnp.inf)
+    mask = jnp.ones(sizes[:2], bool).at[3, 5].set(False)
+    check(arch, monkeypatch, mod, sizes, bias=bias, mask=mask, dtype=dtype)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

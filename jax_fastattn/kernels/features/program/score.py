@@ -3,7 +3,7 @@
 """A score function as a feature: of any kind, or one that adds a term to the score."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cutlass import Float32
 
@@ -28,6 +28,7 @@ class _Program(Feature):
 
     Attributes:
         parts: what is compiled in.
+        finite_score: whether what the function gets is a finite number, even past the end of the sequence.
         bounds_logits: whether logits have to be made numbers, see `_MOST`.
         planes: the planes of the launch, or of the head since `start`.
         summed: the plane whose gradient is summed; None if none is.
@@ -36,11 +37,15 @@ class _Program(Feature):
     """
 
     parts: ScoreParts
+    finite_score: bool
     bounds_logits: bool
     planes: PlaneReader
     summed: int | None = None
     of_head: Any = None
     values: Any = None
+
+    # Whether more than a sum depends on the score.
+    reads_score: ClassVar[bool] = True
 
     @property
     def hides_in_full(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (one launch may, another not)
@@ -51,9 +56,10 @@ class _Program(Feature):
     def of(cls, code: Code, arguments: FeatureArguments) -> "_Program":
         """Returns the function of a launch."""
         (parts,) = code.constants
-        bounds = arguments.spec.op == "backward" and not parts.is_tame(0)
+        finite_score = arguments.spec.bias is None or not cls.reads_score
+        bounds = arguments.spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score)
         planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
-        return cls(parts, bounds, planes, arguments.spec.dplane)
+        return cls(parts, finite_score, bounds, planes, arguments.spec.dplane)
 
     def start(self, head: Head) -> "_Program":
         """Returns the function with its numbers of a query head."""
@@ -78,7 +84,7 @@ class _Program(Feature):
     def has_wild_slopes(self) -> bool:
         """Returns whether a derivative may be no number where P is 0."""
         results = [1] if self.summed is None else [1, 2 + self.summed]
-        return not all(map(self.parts.is_tame, results))
+        return not all(self.parts.is_tame(result, finite_score=self.finite_score) for result in results)
 
     def _bounded(self, x: Any) -> Float32:
         x = register("f", x)
@@ -116,6 +122,8 @@ class ScoreProgram(_Program):
 @dataclass(frozen=True)
 class TermProgram(_Program):
     """Adds a term to a score, which does not depend on it."""
+
+    reads_score: ClassVar[bool] = False
 
     def term(self, at: Element, less: Float32) -> Float32:
         """Returns the term in base 2, less a number."""

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.device import copies, mma, ptx
 from jax_fastattn.kernels.device.layout import SharedTile, accumulator_lane, crossed_lane, plain_lane
 from jax_fastattn.kernels.device.products import (
@@ -122,9 +123,23 @@ class Products:
             valid = thread < state.live_queries.end - first
             address = state.operands.stats + (row + ptx.where(valid, thread, Int32(0))) * 8
             target = self.statistics(state, stage, role) + thread * 8
-            ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
+            if not self._hides_past_the_end:
+                ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
+                return
+            cutlass.if_generate(valid, lambda: ptx.copy_async_pair_or_zero(target, address, Int32(8)))
+            infinity, zero = Float32(float("inf")), Float32(0.0)
+            cutlass.if_generate(Boolean(valid == 0), lambda: ptx.store_shared_pair(target, infinity, zero))
 
         cutlass.if_generate(thread < self.config.part, load)
+
+    @property
+    def _hides_past_the_end(self) -> bool:
+        """Whether the statistics of a row past the end have to hide it: a full tile of a list may have such rows.
+
+        Its query is zero, so P is 1, times a row of zeros of dO, unless a bias or a function makes P infinite.
+        """
+        spec = self.spec
+        return spec.listed and (spec.bias is not None or codes.score_parts(spec.features) is not None)
 
     def load_bias(self, state: DkdvDqState, member: Int32, first: Int32) -> None:
         """Starts the copies of a matrix for rows from `first` of head `member` on, by each warp that computes S^T."""
