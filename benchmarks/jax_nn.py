@@ -4,7 +4,7 @@
 
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
     python benchmarks/jax_nn.py --set gpu-long     # the XLA path where logits take 4 GiB
-    python benchmarks/jax_nn.py --set float32      # three bfloat16 products, next to jax.nn in the same precision
+    python benchmarks/jax_nn.py --set float32      # three products or one, next to jax.nn in the same precision
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
     python benchmarks/jax_nn.py --set cpu-d128     # the default scale is no power of two, see `Blocks.rounded`
@@ -186,7 +186,7 @@ _FLOAT32 = {
         precision=precision,
         implementations=_GPU_IMPLEMENTATIONS,
     )
-    for precision in (None, "BF16_BF16_F32_X3")
+    for precision in (None, "tensorfloat32")
     for length in (1024, 4096)
     for head_dim in (64, 128)
     for is_causal in (False, True)

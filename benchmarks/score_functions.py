@@ -1,0 +1,218 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times functions of scores next to the same call without one, in turns in one process.
+
+    python benchmarks/score_functions.py --output score-functions.json
+
+Each case has a call without a function, a call with it, and the same with the gradient of what it captures. Some have a
+built-in argument or a bias that says the same, the XLA path, or FlexAttention (PyTorch on the same card). A record has
+milliseconds of output alone and of its gradients alone, and the speed of calls as shares of the speed without a
+function. Times are medians of the rounds, which run there and back. A peer that fails is its error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import turns
+from dropout_peers import torch_ms
+from turns import elapsed_ms
+
+import jax_fastattn
+
+Mod = Callable[..., Any]
+Program = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A call with as many query heads as key/value heads.
+
+    Attributes:
+        mod: returns the function, given what it captures; written for JAX and PyTorch.
+        captured: returns what it captures, given the sizes.
+        same: returns the arguments that say the same, given what it captures; None if there are none.
+        is_causal, batch, length, heads, head_dim: facts and sizes.
+    """
+
+    mod: Callable[[Any], Mod]
+    captured: Callable[[Scored], jax.Array]
+    same: Callable[[Scored, jax.Array], dict[str, Any]] | None = None
+    is_causal: bool = True
+    batch: int = 4
+    length: int = 4096
+    heads: int = 16
+    head_dim: int = 128
+
+
+def _slopes(case: Scored) -> jax.Array:
+    return 2.0 ** -(jnp.arange(1, case.heads + 1, dtype=jnp.float32) * 8 / case.heads)
+
+
+def _alibi(slopes: Any) -> Mod:
+    return lambda s, b, h, q, k: s - slopes[h] * (q - k)
+
+
+def _alibi_bias(case: Scored, slopes: jax.Array) -> dict[str, Any]:
+    rows = jnp.arange(case.length, dtype=jnp.float32)
+    return {"bias": (slopes[:, None, None] * (rows[None, :] - rows[:, None]))[None].astype(jnp.bfloat16)}
+
+
+def _table(case: Scored) -> jax.Array:
+    return 0.3 * jax.random.normal(jax.random.key(7), (2 * case.length, case.heads), jnp.float32)
+
+
+def _relative(table: Any) -> Mod:
+    half = table.shape[0] // 2
+    return lambda s, b, h, q, k: s + table[k - q + half, h]
+
+
+def _temperature(factors: Any) -> Mod:
+    return lambda s, b, h, q, k: s * factors[h]
+
+
+def _capped(_: Any) -> Mod:
+    def mod(s: Any, *at: Any) -> Any:
+        del at
+        return 30.0 * (jnp.tanh(s / 30.0) if isinstance(s, jax.Array) else (s / 30.0).tanh())
+
+    return mod
+
+
+CASES = {
+    "cap": Scored(_capped, _slopes, lambda case, _: {"logits_soft_cap": 30.0}),
+    "cap-d64": Scored(_capped, _slopes, lambda case, _: {"logits_soft_cap": 30.0}, head_dim=64, heads=32),
+    "alibi": Scored(_alibi, _slopes, _alibi_bias),
+    "alibi-d64": Scored(_alibi, _slopes, _alibi_bias, head_dim=64, heads=32, batch=2),
+    "alibi-16k": Scored(_alibi, _slopes, batch=1, length=16384),
+    "temperature": Scored(_temperature, _slopes),
+    "distances": Scored(_relative, _table, is_causal=False),
+    "distances-1k-d64": Scored(_relative, _table, is_causal=False, batch=16, length=1024, head_dim=64),
+}
+# Those whose function has captured arrays.
+CAPTURING = [name for name in CASES if not name.startswith("cap")]
+
+
+def ours(case: Scored, options: Callable[[jax.Array], dict[str, Any]], *, differentiates: bool) -> dict[str, Program]:
+    """Returns the two passes of a call by mode."""
+    shape = (case.batch, case.length, case.heads, case.head_dim)
+    *qkv, dout = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
+    captured = case.captured(case)
+
+    def call(captured: jax.Array, *qkv: jax.Array) -> jax.Array:
+        return jax_fastattn.attention(*qkv, is_causal=case.is_causal, **options(captured))
+
+    def pullback(captured: jax.Array, *qkv: jax.Array) -> Any:
+        if differentiates:
+            return jax.vjp(call, captured, *qkv)[1]
+        return jax.vjp(functools.partial(call, captured), *qkv)[1]
+
+    pull = jax.jit(pullback)(captured, *qkv)
+    return {
+        "forward": functools.partial(jax.jit(call), captured, *qkv),
+        "backward": functools.partial(jax.jit(lambda pull, dout: pull(dout)), pull, dout),
+    }
+
+
+def of_torch(case: Scored, *, differentiates: bool) -> dict[str, Program]:
+    """Returns the same of FlexAttention, compiled."""
+    import numpy as np
+    import torch
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    qkv = [x.requires_grad_(True) for x in (q, k, v)]
+    captured = torch.tensor(np.asarray(case.captured(case)), device="cuda", requires_grad=differentiates)
+    mod, mask = case.mod(captured), None
+    if case.is_causal:
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, case.length, case.length)
+    torch._dynamo.config.recompile_limit = 64
+    torch._functorch.config.donated_buffer = False  # gradients are taken again and again
+    attend = torch.compile(flex_attention, dynamic=False)
+
+    def call() -> Any:
+        return attend(*qkv, score_mod=mod, block_mask=mask)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return call()
+
+    out, wanted = call(), [*qkv, *([captured] if differentiates else [])]
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)}
+
+
+def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> dict[str, Any]:
+    """Returns the record of a case."""
+    case = CASES[name]
+
+    def function(captured: jax.Array) -> dict[str, Any]:
+        return {"score_mod": case.mod(captured)}
+
+    kinds: dict[str, Callable[[], dict[str, Program]]] = {
+        "plain": lambda: ours(case, lambda _: {}, differentiates=False),
+        "function": lambda: ours(case, function, differentiates=False),
+    }
+    if (same := case.same) is not None:
+        kinds["same"] = lambda: ours(case, functools.partial(same, case), differentiates=False)
+    if name in CAPTURING:
+        kinds["gradient"] = lambda: ours(case, function, differentiates=True)
+    if peers:
+        kinds["xla"] = lambda: ours(case, lambda x: function(x) | {"implementation": "xla"}, differentiates=False)
+        kinds["flex"] = functools.partial(of_torch, case, differentiates=False)
+        if name in CAPTURING:
+            kinds["flex gradient"] = functools.partial(of_torch, case, differentiates=True)
+    programs: dict[tuple[str, str], Program] = {}
+    errors: dict[str, str] = {}
+    for kind, make in kinds.items():
+        try:
+            programs |= {(kind, mode): program for mode, program in make().items()}
+        except Exception as error:  # of a peer: a record, not a gap
+            if kind not in ("xla", "flex", "flex gradient"):
+                raise
+            errors[kind] = str(error)[:300]
+
+    def elapsed(name: tuple[str, str], count: int) -> float:
+        return (torch_ms if name[0].startswith("flex") else elapsed_ms)(programs[name], count)
+
+    counts: dict[tuple[str, str], int] = {}
+    for key in programs:
+        elapsed(key, 2)
+        counts[key] = min(200, max(1, math.ceil(measurement_ms / elapsed(key, 2))))
+    found: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
+    for turn in range(rounds):
+        for key in list(programs)[:: 1 if turn % 2 == 0 else -1]:
+            found[key].append(elapsed(key, counts[key]))
+    ms = {key: statistics.median(times) for key, times in found.items()}
+    return {
+        "ms": {" ".join(key): x for key, x in ms.items()},
+        "spread": {" ".join(key): (max(times) - min(times)) / ms[key] for key, times in found.items()},
+        "speed of plain": {" ".join(key): ms["plain", key[1]] / x for key, x in ms.items() if key[0] != "plain"},
+        "errors": errors,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = turns.parser(__doc__, CASES, rounds=6)
+    parser.add_argument("--no-peers", action="store_true", help="leave the XLA path and FlexAttention out")
+    options = parser.parse_args(argv)
+
+    def words(found: dict[str, Any]) -> str:
+        return " ".join(f"{key} {x:.3f}" for key, x in found["speed of plain"].items())
+
+    def of_case(name: str) -> dict[str, Any]:
+        return measure(name, options.rounds, options.measurement_ms, peers=not options.no_peers)
+
+    turns.record_cases(options, {}, of_case, words)
+
+
+if __name__ == "__main__":
+    main()
