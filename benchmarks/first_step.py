@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ class Model:
         title: its name in the table.
         calls: names of its kinds of layers in `CALLS` and `BIASED` of `cases.models`.
         warmup: options of the command `warmup` for the same layers.
+        dtype: of query, key and value.
     """
 
     title: str
     calls: tuple[str, ...]
     warmup: tuple[str, ...]
+    dtype: str = "bfloat16"
 
 
 MODELS = {
@@ -65,6 +67,15 @@ MODELS = {
         "masked Flax encoder (BERT large)",
         ("bert-large-mask-bs",),
         ("--heads", "16", "--head-dim", "64", "--with", "mask", "--batch", "8", "--length", "512"),
+    ),
+    "masked-encoder-float32": Model(
+        "the same in float32",
+        ("bert-large-mask-bs",),
+        (
+            *("--heads", "16", "--head-dim", "64", "--dtype", "float32", "--with", "mask"),
+            *("--batch", "8", "--length", "512"),
+        ),
+        "float32",
     ),
     "t5-base": Model(
         "T5 base encoder",
@@ -129,7 +140,7 @@ def _printed(command: list[str], cache: str) -> str:
 
 def lowered(model: Model) -> dict[str, Any]:
     """Returns the seconds to trace and lower a step, those of the process's cores, and how many kernels it compiled."""
-    cases = [(CALLS | BIASED)[name] for name in model.calls]
+    cases = [replace((CALLS | BIASED)[name], dtype=model.dtype) for name in model.calls]
     attend = IMPLEMENTATIONS["jax_fastattn"].attend
     shapes = [jax.eval_shape(case.operands, jax.random.key(0)) for case in cases]
     learnt = [("query", "key", "value", *(["bias"] if x.bias is not None else [])) for x in shapes]

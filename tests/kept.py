@@ -50,14 +50,23 @@ def summary() -> str:
 
 def prune() -> None:
     """Deletes the oldest entries if there are more than `MAX_NBYTES`."""
-    paths = [path for kind in ("programs", "kernels") if (found := folder(kind)) for path in found.iterdir()]
-    states = sorted(((path.stat(), path) for path in paths), key=lambda x: x[0].st_mtime)
+    folders = filter(None, map(folder, ("programs", "kernels")))
+    entries = [(_state(path), path) for kind in folders for path in kind.iterdir()]
+    states = sorted(((state, path) for state, path in entries if state), key=lambda x: x[0].st_mtime)
     excess = sum(state.st_size for state, _ in states) - MAX_NBYTES
     for state, path in states:
         if excess <= 0:
             break
         path.unlink(missing_ok=True)
         excess -= state.st_size
+
+
+def _state(path: Path) -> os.stat_result | None:
+    """Returns the state of an entry; None if another run has renamed or deleted it."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def keep_programs() -> None:
