@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Models with float32 parameters: attention alone runs in bfloat16, as kernels do."""
+"""Models with float32 parameters: attention alone runs in bfloat16, by one product."""
 
 import os
 

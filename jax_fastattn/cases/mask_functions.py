@@ -3,7 +3,7 @@
 """Random functions of positions, which cases take as `mask_mod` in addition to their other arguments.
 
 A number fixes the code of a function, and a key the values of the arrays that it captures: calls with the same number
-share kernels.
+share kernels. Tests alone draw such cases; `Case`, by which commands describe calls, builds the functions.
 """
 
 from __future__ import annotations
