@@ -171,7 +171,7 @@ def expectations(request: pytest.FixtureRequest) -> Any:
         cases[case] = None
         if _has_too_wide_heads(case):
             continue
-        if item.originalname == testportable_kernels.__name__:
+        if item.originalname == test_portable_kernels.__name__:
             portable = kernel_specs([case], "sm_80")
             specs |= {configured(dataclasses.replace(spec, arch=arch)): None for spec in portable}
         else:
@@ -283,7 +283,7 @@ def _varlen_results(case: Case, bounded: Case | None = None) -> compare.Results:
 
 
 @pytest.mark.parametrize("case", PORTABLE_CASES.values(), ids=PORTABLE_CASES.keys())
-def testportable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_kernels(case: Case, expectations: dict[Case, Future[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a Hopper GPU runs only here."""
     monkeypatch.setattr(cuda, "kernel_spec", portable_kernel)
     monkeypatch.setattr(cuda, "forward_spec", portable_forward)
