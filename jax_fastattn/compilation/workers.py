@@ -34,6 +34,9 @@ from jax_fastattn.kernels.key import KernelSpec
 # worker had half a CPU meanwhile, and `MOST_PATIENCE` at most. Most kernels take 2 to 8 seconds.
 PATIENCE, MOST_PATIENCE = 0.5, 10.0
 
+# A worker that has had less CPU time still loads the compiler, as this process has done: its kernel is compiled here.
+LOADING_SECONDS = 1.5
+
 # A worker takes up to this much memory. More workers than this are never needed at once.
 WORKER_BYTES = 400 << 20
 MOST_WORKERS = 16
@@ -176,8 +179,11 @@ def take(key: str) -> bytes | None:
 
 
 def _wait(job: _Job) -> None:
-    """Waits for a worker to end, while it gets on."""
+    """Waits for a worker to end, while it gets on and has loaded the compiler."""
     begin = time.monotonic()
+    if job.worker.cpu_seconds() < LOADING_SECONDS:
+        job.ended.wait(PATIENCE)
+        return
     while time.monotonic() - begin < MOST_PATIENCE:
         before = job.worker.cpu_seconds()
         if job.ended.wait(PATIENCE) or job.worker.cpu_seconds() - before < PATIENCE / 2:

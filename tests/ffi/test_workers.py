@@ -148,6 +148,18 @@ def test_a_worker_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert here == [SPEC]
 
 
+def test_a_worker_that_loads_the_compiler_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process would compile a small kernel meanwhile."""
+    delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 4 * workers.PATIENCE)
+    begin = time.monotonic()
+    monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic() - begin)
+    here = compiled(monkeypatch)
+    call._kernel(SPEC, lambda: [OTHER])
+    call._kernel(OTHER, tuple)
+    assert here == [SPEC, OTHER]
+    wait_until(is_idle)
+
+
 def test_no_worker_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     takes_the_place(monkeypatch, "exec sleep 600")
     monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
