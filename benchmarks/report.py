@@ -204,8 +204,8 @@ def slug(text: str) -> str:
 
 
 def summary(records: Records) -> Records:
-    """Returns the records of the cases of README.md that have TFLOP/s."""
-    return {key: record for key, record in records.items() if key[0] in README_CASES and not decodes(key[0])}
+    """Returns the records of the cases of README.md."""
+    return {key: record for key, record in records.items() if key[0] in README_CASES}
 
 
 def plot(gpu: str, records: Records, path: Path, width: float = 6.5, bar: float = 0.12) -> None:
