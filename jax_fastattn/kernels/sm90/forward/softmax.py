@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The online softmax of the Hopper forward kernel, optimistic on full tiles.
 
-Masked tiles take part in the running maximum. Full tiles assume that their scores do not lie far above it: they take no
-maximum, no shuffles and no rescaling. Where that turns out wrong, the warp computes the scores of the tile again, by
-mma.sync. docs/kernels/sm90.md says why any maximum gives the same result, and what the limit on the sums is for.
+Masked tiles take part in the running maximum. Full tiles assume that none of their weights outweighs what the row has
+seen: they take no maximum, no shuffles and no rescaling. Where that turns out wrong, the warp raises the maximum and
+rescales P. If P is infinite, it computes the scores of the tile again, by mma.sync. docs/kernels/sm90.md says why any
+maximum gives the same result, and what the limits on the sums are for.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,14 @@ from jax_fastattn.kernels.weights import Weights
 # A lane's sum of unnormalized probabilities in a full tile has this upper limit. P has to fit its 16 bits, and O and
 # the sums have to fit float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
+
+# Over head dim 64 it is also at most so many times what the lane has of the row so far, or 1: else one of the weights
+# may be most of the row. Rounding a weight that is no power of two would then change the output as much as rounding the
+# output does.
+_GROWTH = 4.0
+
+# P below it can be rescaled by a normal number.
+_RESCALABLE = 2.0**64
 
 # A row whose maximum is below it, in base 2, counts as blind. Rounding a larger one changes no weight by 2^-9.
 _BLIND = -(2.0**15)
@@ -130,14 +139,14 @@ class OnlineSoftmax:
             warpgroup.wait_group(0)
             self.products.round_probabilities(weights)
 
-        def recompute() -> None:
-            self._recompute(stage, weights)
+        def repair() -> None:
+            self._repair(stage, weights, sums)
             if not late:
                 self.products.round_probabilities(weights.anew())
 
         if not late:
             wait()
-        cutlass.if_generate(failed, recompute, lambda: self._commit(stage, sums))
+        cutlass.if_generate(failed, repair, lambda: self._commit(stage, sums))
         if late:
             wait()
         self.products.rescale_out(self.factors, failed)
@@ -232,18 +241,23 @@ class OnlineSoftmax:
     # The methods below compute the optimistic softmax.
 
     def _attempt(self, weights: Weights) -> tuple[list[Float32], Boolean]:
-        """Turns the scores of a full tile into probabilities, assuming that they lie not far above the maxima.
+        """Turns the scores of a full tile into probabilities, assuming that none outweighs what the rows have seen.
 
         It takes no maximum and no exchange between lanes: the probabilities may exceed 1, which costs nothing in
-        floating point. A sum over the limit, infinite or not a number says that the assumption is wrong, or that the
+        floating point. A sum over its limit, infinite or not a number says that the assumption is wrong, or that the
         row has not seen a key yet.
 
         Returns:
             sums of the lane's two rows, and whether the assumption is wrong for a row of the warp.
         """
-        sums = weights.exponentials(self.maxima)
-        limit = Float32(_SUM_LIMITS[self.call.spec.product_dtype])
-        holds = Boolean((sums[0] < limit) & (sums[1] < limit))
+        sums, holds = weights.exponentials(self.maxima), Boolean(True)
+        largest = Float32(_SUM_LIMITS[self.call.spec.product_dtype])
+        for i, total in enumerate(sums):
+            if self._limits_growth:
+                limit = cutlass.min(ptx.maximum(self.sums[i] * Float32(_GROWTH), Float32(1.0)), largest)
+                holds = Boolean(holds & (total <= limit))
+            else:
+                holds = Boolean(holds & (total < largest))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 
     def _commit(self, stage: Int32, sums: list[Float32]) -> None:
@@ -251,6 +265,28 @@ class OnlineSoftmax:
         self.ring.consumer_release(stage)
         for i, total in enumerate(sums):
             self.sums[i] = self.sums[i] + total
+
+    def _repair(self, stage: Int32, weights: Weights, sums: list[Float32]) -> None:
+        """Turns the scores of a full tile into P where the assumption was wrong, given its sums."""
+        if not self._limits_growth:
+            self._recompute(stage, weights)
+            return
+        small = Boolean((sums[0] < Float32(_RESCALABLE)) & (sums[1] < Float32(_RESCALABLE)))
+        lost = cute.arch.vote_any_sync(Boolean(small == Boolean(False)))
+        cutlass.if_generate(lost, lambda: self._recompute(stage, weights), lambda: self._raise_late(stage, sums))
+
+    def _raise_late(self, stage: Int32, sums: list[Float32]) -> None:
+        """Raises the maxima of rows by the logarithm of their greatest P, and rescales P, given its sums."""
+        self.ring.consumer_release(stage)
+        scores, unit = self.products.scores, self.call.score.unit
+        for i, greatest in enumerate(softmax.row_maxima(scores, *self._blocks)):
+            old = self.maxima[i]
+            # The maximum is rounded before the factor is computed, so that both agree.
+            new = old + ptx.log2(ptx.maximum(greatest, Float32(1.0))) * ptx.reciprocal(unit)
+            self.maxima[i], self.factors[i] = new, ptx.exp2((old - new) * unit)
+            self.sums[i] = (self.sums[i] + sums[i]) * self.factors[i]
+        for i in range(cute.size(scores)):
+            scores[i] = scores[i] * self.factors[accumulator_row(0, i % 4)]
 
     def _recompute(self, stage: Int32, weights: Weights) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
@@ -270,6 +306,15 @@ class OnlineSoftmax:
         self.ring.consumer_release(stage)
         weights.full()
         self._raise_maxima()
+
+    @property
+    def _limits_growth(self) -> bool:
+        """Whether `_GROWTH` is a limit, too.
+
+        At head dim 64 it would take up to 3.5 % of the time, and next to dropout spill 32 bytes.
+        """
+        spec, memory = self.call.spec, self.call.memory
+        return spec.products == "native" and not spec.drops and max(memory.head_dim, memory.v_head_dim) > 64
 
     @property
     def _blocks(self) -> tuple[int, int]:
