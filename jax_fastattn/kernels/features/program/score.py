@@ -45,7 +45,7 @@ class _Program(Feature):
     values: Any = None
 
     # Whether more than a sum depends on the score.
-    reads_score: ClassVar[bool] = True
+    _reads_score: ClassVar[bool] = True
 
     @property
     def hides_in_full(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (one launch may, another not)
@@ -56,7 +56,7 @@ class _Program(Feature):
     def of(cls, code: Code, arguments: FeatureArguments) -> "_Program":
         """Returns the function of a launch."""
         (parts,) = code.constants
-        finite_score = arguments.spec.bias is None or not cls.reads_score
+        finite_score = arguments.spec.bias is None or not cls._reads_score
         bounds = arguments.spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score)
         planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
         return cls(parts, finite_score, bounds, planes, arguments.spec.dplane)
@@ -123,7 +123,7 @@ class ScoreProgram(_Program):
 class TermProgram(_Program):
     """Adds a term to a score, which does not depend on it."""
 
-    reads_score: ClassVar[bool] = False
+    _reads_score: ClassVar[bool] = False
 
     def term(self, at: Element, less: Float32) -> Float32:
         """Returns the term in base 2, less a number."""
