@@ -371,7 +371,7 @@ def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
 
 
 def crossing_words(spec: KernelSpec) -> MemoryWords:
-    """Returns what P becomes on its way to dS, from one warp to another or in registers while dP is computed.
+    """Returns what P becomes where one warp hands it to another: it then takes the place of dS in memory.
 
     In float16 it has three bits more than in bfloat16, and would be infinite with steep functions.
     """
