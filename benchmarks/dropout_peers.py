@@ -11,20 +11,15 @@ A peer that fails is its error. The masks of both differ: PyTorch draws its own.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-from few_queries import elapsed_ms
-from run import describe_run
+import turns
+from turns import by_turns, elapsed_ms, torch_ms
 
 import jax_fastattn
 
@@ -96,18 +91,6 @@ def of_torch(case: Case, rate: float) -> dict[str, Program]:
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True)}
 
 
-def torch_ms(program: Program, count: int) -> float:
-    """Returns the milliseconds of a call of PyTorch, in the mean of `count`."""
-    import torch
-
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        program()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / count * 1e3
-
-
 def measure(case: Case, rounds: int, measurement_ms: float, *, peers: bool = True) -> dict[str, Any]:
     """Returns the record of a case."""
     kinds: dict[str, tuple[Callable[[Case, float], dict[str, Program]], float]] = {
@@ -116,60 +99,39 @@ def measure(case: Case, rounds: int, measurement_ms: float, *, peers: bool = Tru
     }
     if peers:
         kinds |= {"torch plain": (of_torch, 0.0), "torch dropout": (of_torch, RATE)}
-    programs: dict[tuple[str, str], Program] = {}
+    programs: dict[str, Program] = {}
     errors: dict[str, str] = {}
     for kind, (make, rate) in kinds.items():
         try:
-            programs |= {(kind, mode): program for mode, program in make(case, rate).items()}
+            programs |= {f"{kind} {mode}": program for mode, program in make(case, rate).items()}
         except Exception as error:  # of a peer: a record, not a gap
             if make is ours:
                 raise
             errors[kind] = str(error)[:300]
 
-    def elapsed(name: tuple[str, str], count: int) -> float:
-        return (torch_ms if name[0].startswith("torch") else elapsed_ms)(programs[name], count)
+    def elapsed(name: str, count: int) -> float:
+        return (torch_ms if name.startswith("torch") else elapsed_ms)(programs[name], count)
 
-    counts: dict[tuple[str, str], int] = {}
-    for name in programs:
-        elapsed(name, 2)
-        counts[name] = min(200, max(1, math.ceil(measurement_ms / elapsed(name, 2))))
-    found: dict[tuple[str, str], list[float]] = {name: [] for name in programs}
-    for turn in range(rounds):
-        for name in list(programs)[:: 1 if turn % 2 == 0 else -1]:
-            found[name].append(elapsed(name, counts[name]))
+    found = by_turns(elapsed, programs, rounds, measurement_ms)
     ms = {name: statistics.median(times) for name, times in found.items()}
-    ratios = {mode: ms["dropout", mode] / ms["plain", mode] for mode in MODES}
-    shares = {mode: ms["dropout", mode] / ms[name] for mode in MODES if (name := ("torch dropout", mode)) in ms}
-    return {
-        "ms": {" ".join(name): x for name, x in ms.items()},
-        "dropout of plain": ratios,
-        "speed of torch": shares,
-        "errors": errors,
-    }
+    ratios = {mode: ms[f"dropout {mode}"] / ms[f"plain {mode}"] for mode in MODES}
+    shares = {mode: ms[f"dropout {mode}"] / ms[name] for mode in MODES if (name := f"torch dropout {mode}") in ms}
+    return {"ms": ms, "dropout of plain": ratios, "speed of torch": shares, "errors": errors}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--measurement-ms", type=float, default=30.0, help="the least length of one (default: 30)")
-    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90")
+    parser = turns.parser(__doc__, CASES, rounds=6)
     parser.add_argument("--no-peers", action="store_true", help="leave PyTorch out")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args(argv)
-    if options.arch:
-        from testing.borrow import borrow
 
-        borrow(options.arch)
-    record: dict[str, Any] = {**describe_run(options.commit), "arch": options.arch, "rate": RATE, "cases": {}}
-    for name in options.cases:
-        found = measure(CASES[name], options.rounds, options.measurement_ms, peers=not options.no_peers)
-        record["cases"][name] = found
-        options.output.write_text(json.dumps(record, indent=1) + "\n")  # as it grows
+    def words(found: dict[str, Any]) -> str:
         parts = [f"{mode} {found['dropout of plain'][mode]:.3f}" for mode in MODES]
-        parts += [f"torch {mode} {x:.2f}" for mode, x in found["speed of torch"].items()]
-        print(f"{name:18} {' '.join(parts)}", flush=True)
+        return " ".join([*parts, *(f"torch {mode} {x:.2f}" for mode, x in found["speed of torch"].items())])
+
+    def of_case(name: str) -> dict[str, Any]:
+        return measure(CASES[name], options.rounds, options.measurement_ms, peers=not options.no_peers)
+
+    turns.record_cases(options, {"rate": RATE}, of_case, words)
 
 
 if __name__ == "__main__":

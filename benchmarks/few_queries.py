@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import turns
-from turns import elapsed_ms
+from turns import by_turns, elapsed_ms
 
 import jax_fastattn
 
@@ -122,17 +122,17 @@ def measure(case: Few, implementations: list[str], rounds: int, measurement_ms: 
     programs = {name: calls(IMPLEMENTATIONS[name]) for name in implementations}
     programs["copy"] = functools.partial(copy, *cache)
     record: dict[str, Any] = {"us": {}, "errors": {}}
-    counts = {}
+    running = []
     for name, program in programs.items():
         try:
-            elapsed_ms(program, 2)
-            counts[name] = min(200, max(1, math.ceil(measurement_ms / elapsed_ms(program, 2))))
+            elapsed_ms(program, 1)
+            running.append(name)
         except Exception as error:  # whatever a peer raises is its record
             record["errors"][name] = f"{type(error).__name__}: {error}"[:300]
-    times = [{name: elapsed_ms(programs[name], count) for name, count in counts.items()} for _ in range(rounds)]
     us = record["us"]
-    for name in counts:
-        us[name] = statistics.median(found[name] for found in times) * 1e3 / (1 if name == "copy" else CALLS)
+    found = by_turns(lambda name, count: elapsed_ms(programs[name], count), running, rounds, measurement_ms)
+    for name, times in found.items():
+        us[name] = statistics.median(times) * 1e3 / (1 if name == "copy" else CALLS)
     if "jax_fastattn" in us:
         row_nbytes = 2 * case.kv_heads * case.head_dim * cache[0].dtype.itemsize
         rate = int(case.seen().sum()) * row_nbytes / us["jax_fastattn"] / 1e6

@@ -12,7 +12,6 @@ passes, and the speed of calls as shares of the speed with a flag. Times are med
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import turns
-from turns import elapsed_ms
+from turns import by_turns, elapsed_ms
 
 import jax_fastattn
 from jax_fastattn import and_masks, block_mask, causal, or_masks
@@ -115,12 +114,8 @@ def measure(case: Masked, rounds: int, measurement_ms: float) -> dict[str, Any]:
     kinds["kept"] = by(lambda mask: {"mask_mod": mask}, make(ids))
     programs = {f"{kind} {mode}": x for kind, modes in kinds.items() for mode, x in modes.items()}
     programs["lists"] = functools.partial(make, ids)
-    counts = {}
-    for name, program in programs.items():
-        elapsed_ms(program, 2)
-        counts[name] = min(200, max(1, math.ceil(measurement_ms / elapsed_ms(program, 2))))
-    times = [{name: elapsed_ms(programs[name], count) for name, count in counts.items()} for _ in range(rounds)]
-    ms = {name: statistics.median(found[name] for found in times) for name in programs}
+    found = by_turns(lambda name, count: elapsed_ms(programs[name], count), programs, rounds, measurement_ms)
+    ms = {name: statistics.median(times) for name, times in found.items()}
     shares = {f"{name} of flag": ms[f"flag {name.split()[1]}"] / x for name, x in ms.items() if _has_flag(name, ms)}
     return {"ms": ms, "shares": shares}
 

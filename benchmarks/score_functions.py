@@ -13,7 +13,6 @@ function. Times are medians of the rounds, which run there and back. A peer that
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import turns
-from dropout_peers import torch_ms
-from turns import elapsed_ms
+from turns import by_turns, elapsed_ms, torch_ms
 
 import jax_fastattn
 
@@ -170,35 +168,29 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
         kinds["flex"] = functools.partial(of_torch, case, differentiates=False)
         if name in CAPTURING:
             kinds["flex gradient"] = functools.partial(of_torch, case, differentiates=True)
-    programs: dict[tuple[str, str], Program] = {}
+    programs: dict[str, Program] = {}
     errors: dict[str, str] = {}
     for kind, make in kinds.items():
         try:
-            found = make()
+            found = {f"{kind} {mode}": program for mode, program in make().items()}
             for program in found.values():
                 program()  # FlexAttention compiles its backward pass here
-            programs |= {(kind, mode): program for mode, program in found.items()}
+            programs |= found
         except Exception as error:  # of a peer: a record, not a gap
             if kind not in ("xla", "flex", "flex gradient"):
                 raise
             errors[kind] = str(error)[:300]
 
-    def elapsed(name: tuple[str, str], count: int) -> float:
-        return (torch_ms if name[0].startswith("flex") else elapsed_ms)(programs[name], count)
+    def elapsed(name: str, count: int) -> float:
+        return (torch_ms if name.startswith("flex") else elapsed_ms)(programs[name], count)
 
-    counts: dict[tuple[str, str], int] = {}
-    for key in programs:
-        elapsed(key, 2)
-        counts[key] = min(200, max(1, math.ceil(measurement_ms / elapsed(key, 2))))
-    measured: dict[tuple[str, str], list[float]] = {key: [] for key in programs}
-    for turn in range(rounds):
-        for key in list(programs)[:: 1 if turn % 2 == 0 else -1]:
-            measured[key].append(elapsed(key, counts[key]))
-    ms = {key: statistics.median(times) for key, times in measured.items()}
+    times = by_turns(elapsed, programs, rounds, measurement_ms)
+    ms = {name: statistics.median(x) for name, x in times.items()}
+    plain = {name: ms[f"plain {name.split()[-1]}"] for name in ms if not name.startswith("plain")}
     return {
-        "ms": {" ".join(key): x for key, x in ms.items()},
-        "spread": {" ".join(key): (max(times) - min(times)) / ms[key] for key, times in measured.items()},
-        "speed of plain": {" ".join(key): ms["plain", key[1]] / x for key, x in ms.items() if key[0] != "plain"},
+        "ms": ms,
+        "spread": {name: (max(x) - min(x)) / ms[name] for name, x in times.items()},
+        "speed of plain": {name: x / ms[name] for name, x in plain.items()},
         "errors": errors,
     }
 

@@ -1,13 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of benchmarks that time programs by turns in one process and write a JSON file as it grows."""
+"""Times programs by turns in one process, and has the command line of benchmarks that write a JSON file as it grows."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,44 @@ def record_cases(
         print(f"{name:18} {words(found)}", flush=True)
 
 
+def by_turns(
+    elapsed: Callable[[str, int], float], names: Iterable[str], rounds: int, measurement_ms: float
+) -> dict[str, list[float]]:
+    """Returns milliseconds of a run of each program by round. Rounds go through the programs there and back.
+
+    Args:
+        elapsed: returns milliseconds of a run of a program, given its name, in the mean of a number of runs.
+        names: of the programs.
+        rounds: how many there are, after runs that do not count.
+        measurement_ms: the least length of a measurement; 200 runs are the most.
+    """
+    runs: dict[str, int] = {}
+    for name in names:
+        elapsed(name, 2)
+        runs[name] = min(200, max(1, math.ceil(measurement_ms / elapsed(name, 2))))
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
+            found[name].append(elapsed(name, runs[name]))
+    return found
+
+
 def elapsed_ms(program: Callable[[], Any], count: int) -> float:
     """Returns milliseconds of a run of a program, of `count` that follow each other."""
     begun = time.perf_counter()
     for _ in range(count):
         found = program()
     jax.block_until_ready(found)
+    return (time.perf_counter() - begun) * 1e3 / count
+
+
+def torch_ms(program: Callable[[], Any], count: int) -> float:
+    """Returns the same of a program of PyTorch."""
+    import torch
+
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
+        program()
+    torch.cuda.synchronize()
     return (time.perf_counter() - begun) * 1e3 / count

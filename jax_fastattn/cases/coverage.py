@@ -31,7 +31,9 @@ COVERAGE = {
     "sm_86": Coverage("RTX 30, A10", ALL_ROWS, True, "no RTX card; its tiles on an H100, compiled for sm_90"),
     "sm_87": Coverage("Jetson Orin", ONE_ROW),
     "sm_89": Coverage("L4, L40, RTX 40", SAME_CODE),
-    "sm_90a": Coverage("H100, H200", ALL_ROWS, True, "H100: the GPU tests and the benchmarks; H200: the GPU tests"),
+    "sm_90a": Coverage(
+        "H100, H200", ALL_ROWS, True, "H100: the GPU tests and the benchmarks; H200: part of the GPU tests"
+    ),
     "sm_100a": Coverage("B200, GB200", ONE_ROW),
     "sm_103a": Coverage("B300, GB300", ONE_ROW),
     "sm_110a": Coverage("Jetson Thor", ONE_ROW),

@@ -181,10 +181,8 @@ def take(key: str) -> bytes | None:
 def _wait(job: _Job) -> None:
     """Waits for a worker to end, while it gets on and has loaded the compiler."""
     begin = time.monotonic()
-    if job.worker.cpu_seconds() < LOADING_SECONDS:
-        job.ended.wait(PATIENCE)
-        return
-    while time.monotonic() - begin < MOST_PATIENCE:
+    patience = PATIENCE if job.worker.cpu_seconds() < LOADING_SECONDS else MOST_PATIENCE
+    while time.monotonic() - begin < patience:
         before = job.worker.cpu_seconds()
         if job.ended.wait(PATIENCE) or job.worker.cpu_seconds() - before < PATIENCE / 2:
             return
