@@ -339,7 +339,7 @@ BIAS_GRADIENTS = {
 # of dk, dv and dq at head dim 128.
 BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-alike": 16, "bias-float32": 32, "capped-row-bias": 128}
 # Portable rows with a bias, and how much local memory a kernel of each may have: most have that of dk, dv and dq at
-# head dim 64, the forward kernels of 32 rows a warp, and that of dbias over lists.
+# head dim 64, the forward kernels of 32 rows a warp, and those of a bias over lists.
 PORTABLE_BIASES = {
     ("sm_80", "forward", "bias-causal", (64, 64)): 56,
     ("sm_80", "forward", "bias-causal", (128, 128)): 80,
@@ -347,7 +347,7 @@ PORTABLE_BIASES = {
     ("sm_80", "backward", "bias-causal", (256, 256)): 24,
     ("sm_86", "backward", "bias-causal", (64, 64)): 80,
     ("sm_86", "backward", "bias-float32", (128, 128)): 8,
-    ("sm_80", "backward", "bias-listed", (128, 128)): 48,
+    ("sm_80", "backward", "bias-listed", (128, 128)): 64,
     ("sm_80", "backward", "key-bias", (64, 64)): 88,
     ("sm_86", "backward", "key-bias", (256, 256)): 0,
     ("sm_80", "backward", "capped-row-bias", (128, 128)): 72,
