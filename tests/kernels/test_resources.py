@@ -428,7 +428,7 @@ DROPOUT = {
     ("sm_90a", "forward", (256, 256)): 0,
     ("sm_90a", "backward", (64, 64)): 0,
     ("sm_90a", "backward", (96, 96)): 0,
-    ("sm_90a", "backward", (128, 128)): 32,
+    ("sm_90a", "backward", (128, 128)): 56,
     ("sm_90a", "backward", (192, 128)): 0,
     ("sm_90a", "backward", (256, 256)): 0,
     ("sm_80", "forward", (64, 64)): 0,
