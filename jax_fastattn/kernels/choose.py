@@ -378,6 +378,7 @@ def kernel_spec(
         page=problem.page if op == "decode" else 0,
         dlse=dlse and products != "half",  # it is part of delta, see `KernelSpec.takes_delta`
         dsinks=dsinks,
+        small_weights=op == "backward" and (spec.is_part or "sinks" in spec.present),
         bias=bias,
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,

@@ -45,6 +45,8 @@ class KernelSpec:
         window_left, window_right: whether that bound exists; causal is a right bound of 0.
         query_seq_lengths, key_value_seq_lengths, dlse: whether that operand is passed.
         dsinks: whether the backward pass computes the gradient of sinks, for which it takes them.
+        small_weights: in a backward pass, whether all weights of a row may be far below 1, where float16 loses them: a
+            sink, or keys of other launches, may have the rest.
         query_offset: whether there are offsets: an operand, or where sequences are packed in their records.
         packed: whether rows belong to packed sequences, see `tiles/records.py`.
         ordered: `adds_in_order`: CTAs that take keys of a head add to sums of dq in one order, so that dq has the same
@@ -84,6 +86,7 @@ class KernelSpec:
     packed: bool = False
     dlse: bool = False
     dsinks: bool = False
+    small_weights: bool = False
     family: Literal["sm80", "sm90"] = "sm80"
     ordered: bool = False
     listed: bool = False

@@ -60,19 +60,21 @@ class Weights:
         return self.score.keep(self.tile)
 
     def weighed_pairs(
-        self, words: Words, weigh: Callable[[int, Element], tuple[Float32, Float32]]
+        self, words: Words, kept: Words, weigh: Callable[[int, Element], tuple[Float32, Float32]]
     ) -> tuple[list[Pair], list[Pair]]:
         """Returns what all pairs of P become, and pairs of their weights in dS, see `score.py`.
 
         Args:
-            words: what they become.
+            words: what P becomes.
+            kept: what weights become.
             weigh: returns P and its weight, given index and place of an element.
         """
         probabilities, weights = [], []
         for i in range(0, cute.size(self.acc), 2):
             pair = [weigh(j, self.tile.at(j)) for j in (i, i + 1)]
-            for found, numbers in zip((probabilities, weights), zip(*pair, strict=True), strict=True):
-                found.append(words.pair(*numbers))
+            probability, weight = zip(*pair, strict=True)
+            probabilities.append(words.pair(*probability))
+            weights.append(kept.pair(*weight))
         return probabilities, weights
 
     def anew(self) -> "Weights":

@@ -371,11 +371,13 @@ def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
 
 
 def crossing_words(spec: KernelSpec) -> MemoryWords:
-    """Returns what P becomes where one warp hands it to another: it then takes the place of dS in memory.
+    """Returns what P becomes on its way to dS, from one warp to another or in registers while dP is computed.
 
-    In float16 it has three bits more than in bfloat16, and would be infinite with steep functions.
+    In float16 it has three bits more than in bfloat16; but weights of steep functions may be infinite, small ones 0.
     """
-    return Single() if spec.terms > 1 else Native(spec.product_dtype if spec.is_steep else "float16")
+    if spec.terms > 1:
+        return Single()
+    return Native(spec.product_dtype if spec.is_steep or spec.small_weights else "float16")
 
 
 def result_words(spec: KernelSpec) -> MemoryWords:

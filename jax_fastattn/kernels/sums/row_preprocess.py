@@ -116,7 +116,7 @@ class InProducts:
     """
 
     scale: Float32
-    log2_factor: Float32 | None = None
+    log2_factor: Float32 | float | None = None
 
     def scaled(self, lse: Float32, live: Boolean) -> Float32:
         """Returns the product q . k of which the log-sum-exp is the logit, rounded once.
@@ -187,7 +187,7 @@ class RowPreprocess:
 
     lse_scale: LseScale
     vague: bool
-    delta_factor: Float32 | None = None
+    delta_factor: Float32 | float | None = None
 
     @classmethod
     def of(

@@ -27,13 +27,13 @@ class Units(NamedTuple):
         over_p: the reciprocal of that factor.
     """
 
-    dp: Float32
-    over_dp: Float32
-    log2_p: Float32
-    over_p: Float32
+    dp: Float32 | float
+    over_dp: Float32 | float
+    log2_p: Float32 | float
+    over_p: Float32 | float
 
     @property
-    def over_ds(self) -> Float32:
+    def over_ds(self) -> Float32 | float:
         """The reciprocal of the factor on dS."""
         return self.over_dp * self.over_p
 
@@ -48,11 +48,6 @@ def load_units(buffers: Buffers, rows: Span, kv_heads: Int32, kv_head: Int32) ->
         return None
     chunk = ptx.load_global_chunk(buffers.gradient_units.toint() + rows.head(kv_heads, kv_head) * 16)
     return Units(*(ptx.from_bits(x) for x in chunk))
-
-
-def over_p(units: Units | None) -> Float32 | None:
-    """Returns the factor on dv when it is stored; None for 1."""
-    return None if units is None else units.over_p
 
 
 def over_ds(units: Units | None, factor: Float32) -> Float32:

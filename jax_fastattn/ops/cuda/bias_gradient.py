@@ -60,7 +60,9 @@ def without_rows(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec
 
 
 def _spec_without_rows(spec: AttentionSpec) -> AttentionSpec:
-    return replace(spec, present=tuple(name for name in spec.present if name not in LEFT_TO_XLA))
+    """Returns the spec without operands in `LEFT_TO_XLA`. A sink has a share of the log-sum-exps all the same."""
+    present = tuple(name for name in spec.present if name not in LEFT_TO_XLA)
+    return replace(spec, present=present, is_part=spec.is_part or "sinks" in spec.present)
 
 
 def with_parts(kernel: KernelSpec, shapes: Mapping[str, tuple[int, ...]]) -> KernelSpec:

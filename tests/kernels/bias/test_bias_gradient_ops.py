@@ -144,17 +144,28 @@ def test_rows_of_vague_log_sum_exps(arch: str, axes: str, head_dim: int, monkeyp
         np.testing.assert_allclose(got, expected, atol=2**-6 * np.nanmax(np.abs(expected)), err_msg=name)
 
 
-@pytest.mark.parametrize("step", [0.0, 1.0])
-def test_rows_that_see_no_key_of_a_call_with_sinks(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arch", "axes", "head_dim", "step"),
+    [
+        ("sm_90a", "bnt", 64, 0.0),
+        pytest.param("sm_90a", "bnt", 64, 1.0, marks=pytest.mark.whole),
+        pytest.param("sm_90a", "bnts", 64, 1.0, marks=pytest.mark.whole),
+        pytest.param("sm_80", "bnts", 128, 1.0, marks=pytest.mark.whole),
+    ],
+)
+def test_rows_that_see_no_key_of_a_call_with_sinks(
+    arch: str, axes: str, head_dim: int, step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their log-sum-exp is the sink, up to rounding, and NaN in them reaches nothing; nor is a live row taken for one.
 
     On an H100 a log-sum-exp lay one rounding above its sink.
     """
-    emulated_ops.emulate(monkeypatch, "sm_90a")
-    spec, operands, _ = draw({"bias": "bnt", "sinks": True, "is_causal": True, "query_offset": (-30, 100)})
+    emulated_ops.emulate(monkeypatch, arch)
+    case = {"bias": axes, "sinks": True, "is_causal": True, "query_offset": (-30, 100), "head_dim": head_dim}
+    spec, operands, _ = draw(case)
     assert operands.sinks is not None and operands.bias is not None
     operands = operands._replace(bias=operands.bias.at[1, :, :10].set(-40.0))  # a visible row whose sink is all
-    dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, 64)), jnp.bfloat16)
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, head_dim)), jnp.bfloat16)
     out, lse = calls.quick_jit(functools.partial(xla.forward, spec))(operands)
     names = ("query", "key", "value", "bias", "sinks")
     wanted = calls.quick_jit(functools.partial(xla.backward, spec, wanted=names))(operands, out, lse, dout, None)

@@ -62,6 +62,8 @@ class BackwardConfig:
             computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
             does not wait until others have visited the rest.
         holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
+        float16_weights: whether the weights in dS are float16, which has three bits more than bfloat16. Else they share
+            registers with P as a factor of dV, for want of more.
     """
 
     queries: int
@@ -71,6 +73,7 @@ class BackwardConfig:
     shared_ones: bool = False
     interleaves_heads: bool = False
     holds_offset: bool = False
+    float16_weights: bool = True
 
     @property
     def adds_dq(self) -> bool:
@@ -293,14 +296,14 @@ def backward_configs(spec: KernelSpec) -> BackwardConfigs:
 
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """Returns the variant of the key-stationary kernel for a compile key."""
-    largest = max(spec.head_dim, spec.v_head_dim)
+    largest, float16_weights = max(spec.head_dim, spec.v_head_dim), _has_float16_weights(spec)
     if largest > DKDV_DQ_HEAD_DIM:
-        return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=6))
+        return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=6, float16_weights=float16_weights))
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
     waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
-    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads)
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads, float16_weights=float16_weights)
     # Masks of 128 queries, which wait for the exponentials, would spill 208 bytes.
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes and not spec.drops:
         return replace(config, queries=128)
@@ -309,6 +312,19 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     if not spec.cost.score_nbytes:
         return config
     return _with_most_stages(spec, replace(config, holds_offset=_has_register(spec)))
+
+
+def _has_float16_weights(spec: KernelSpec) -> bool:
+    """Returns whether the weights in dS are float16, see `BackwardConfig.float16_weights`."""
+    # Steep slopes and the factor of dropout are factors of weights, which float16 may not hold; nor does it hold those
+    # below 2^-38. Products of float32 in float16 have units of their own.
+    if spec.is_steep or spec.drops or spec.small_weights or spec.products != "native":
+        return False
+    largest = max(spec.head_dim, spec.v_head_dim)
+    if largest > DKDV_DQ_HEAD_DIM:
+        return True
+    # Sums for a bias of keys and, over head dim 96, slopes or a bias of pairs with its gradient take the registers.
+    return not spec.dkey_bias and (largest <= 96 or (spec.folds_lse and not spec.dmatrix_bias))
 
 
 def _has_register(spec: KernelSpec) -> bool:

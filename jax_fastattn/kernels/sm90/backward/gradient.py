@@ -8,7 +8,8 @@ place of lse2:
 
     P = 2^(log2(e) scale (q . k - lse / scale))        dS = P (dout . v - delta)
 
-With a soft cap or a score function, lse2 is subtracted from logits in base 2, by a product of its own.
+P may have a factor, by way of lse2: see `load_units`. With a soft cap or a score function, lse2 is subtracted from
+logits in base 2, by a product of its own.
 
 Statistics are float32 `[B, N, 2, padded_rows(T)]`, so that every tile of them starts at a multiple of 16 bytes. Where
 one kernel computes dq too, they are bfloat16 `[B, N, 2, padded_rows(T), 8]`: minus the statistic in three parts, then
@@ -19,8 +20,24 @@ wait in shared memory for the additions to dq.
 import cutlass
 from cutlass import Float32, Int32
 
+from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.products import Native
+from jax_fastattn.kernels.device.sequences import Span
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums import units
+from jax_fastattn.kernels.sums.units import Units
+
+# Where operands are bfloat16 and the weights in dS are float16, P has this factor. It is at most 1, so that it then is
+# a normal number down to 2^-28.
+_LOG2_P = 14
+
+
+def load_units(spec: KernelSpec, buffers: Buffers, rows: Span, kv_heads: Int32, kv_head: Int32) -> Units:
+    """Returns the units of a head of some queries or keys, see `sums/units.py`; of bfloat16 they are constants."""
+    log2_p = _LOG2_P if spec.config.main.float16_weights else 0
+    constants = Units(dp=1.0, over_dp=1.0, log2_p=float(log2_p), over_p=2.0**-log2_p)
+    return units.load_units(buffers, rows, kv_heads, kv_head) or constants
 
 
 def split_bf16x3(x: Float32) -> list[Int32]:

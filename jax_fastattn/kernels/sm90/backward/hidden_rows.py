@@ -32,9 +32,9 @@ class SharedRows:
     memory: BackwardMemory
     shared: BackwardShared
 
-    def scale_values(self, group: Any, units: Units | None) -> None:
+    def scale_values(self, group: Any, units: Units) -> None:
         """Multiplies V of 64 keys by the unit of dP, by the warpgroup that alone reads them."""
-        if units is not None:
+        if self.spec.has_gradient_units:
             address, nbytes = self.shared.regions.stage("value", group), self.memory.table["value"].pitch
             scaling.scale_tile(address, nbytes, product_words(self.spec), units.dp, self.memory.warpgroup_barrier)
 

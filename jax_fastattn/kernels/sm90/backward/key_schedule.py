@@ -22,10 +22,11 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.bias_order import entries_together
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
+from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
 from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
-from jax_fastattn.kernels.sums.units import Units, load_units
+from jax_fastattn.kernels.sums.units import Units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.tiles.records import slot_count
 from jax_fastattn.kernels.visits.lists import TileBits
@@ -106,9 +107,9 @@ class KeyTile:
         """Returns which scores a query head of the group has."""
         return Head(self.queries.batch, self.first_head + member, first_rows(self.queries, self.keys))
 
-    def units(self, buffers: Buffers) -> Units | None:
+    def units(self, spec: KernelSpec, buffers: Buffers) -> Units:
         """Loads the units of the head, where they are needed: nothing keeps them in registers."""
-        return load_units(buffers, self.keys, self.kv_heads, self.kv_head)
+        return load_units(spec, buffers, self.keys, self.kv_heads, self.kv_head)
 
 
 @dataclass(frozen=True)

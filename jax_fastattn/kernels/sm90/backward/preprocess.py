@@ -40,7 +40,6 @@ from jax_fastattn.kernels.sums.row_preprocess import (
     ReadRow,
     RowPreprocess,
 )
-from jax_fastattn.kernels.sums.units import load_units
 from jax_fastattn.kernels.tiles import plan
 
 THREADS = 256
@@ -229,13 +228,12 @@ class PreprocessKernel:
         own = self._own_row(buffers, bounds, rows, lane)
         in_products = self.spec.folds_lse and self.config.adds_dq
         kv_heads = scalars.num_heads // self.spec.group
-        units = load_units(buffers, queries, kv_heads, work.head // self.spec.group)
-        log2_p = None if units is None else units.log2_p
+        units = gradient.load_units(self.spec, buffers, queries, kv_heads, work.head // self.spec.group)
         survival = load_factor(buffers, scalars.num_heads, Head(queries.batch, work.head))
-        if survival is not None:
-            log2_p = ptx.log2(survival) + (Float32(0.0) if log2_p is None else log2_p)
+        log2_p = units.log2_p if survival is None else units.log2_p + ptx.log2(survival)
         lse_scale = InProducts(scalars.scale, log2_p) if in_products else Base2(log2_p)
-        preprocess = RowPreprocess.of(self.spec, lse_scale, units, survival)
+        given = units if self.spec.has_gradient_units else None
+        preprocess = RowPreprocess.of(self.spec, lse_scale, given, survival)
         lse_scaled, delta = preprocess.statistics(own.read)
 
         def write() -> None:

@@ -22,6 +22,7 @@ from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Score
 from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items
+from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tile_sums import (
@@ -35,7 +36,7 @@ from jax_fastattn.kernels.sums.tile_sums import (
     start_sum,
 )
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
-from jax_fastattn.kernels.sums.units import Units, load_units
+from jax_fastattn.kernels.sums.units import Units
 
 
 def _read_lane() -> Lane:
@@ -214,7 +215,7 @@ class DbiasConsumer:
         """Turns S into weights, see `score.py`; returns the log-sum-exps of the lane's rows."""
         weights, scores = self.products.score, self.sum.scores(place, _read_lane())
         lse2, units = [self._statistic(stage, 0, i) for i in range(2)], self._units(place)
-        lse2 = lse2 if units is None else [x + units.log2_p for x in lse2]
+        lse2 = [x + units.log2_p for x in lse2]
         started = self.score.start(place.head)
         survival = started.survival()
         # Statistics have the factor of dropout, which this kernel takes off: sums of P have no part in it.
@@ -229,15 +230,15 @@ class DbiasConsumer:
     def _deltas(self, place: DbiasItem, stage: Int32) -> list[Float32]:
         """Returns what dS subtracts from dP, of the lane's rows."""
         deltas, units = [self._statistic(stage, 1, i) for i in range(2)], self._units(place)
-        deltas = deltas if units is None else [x * units.over_dp for x in deltas]
+        deltas = [x * units.over_dp for x in deltas]
         survival = self.score.start(place.head).survival() if self.score.drops else None
         return deltas if survival is None else [x * survival for x in deltas]
 
-    def _units(self, place: DbiasItem) -> Units | None:
+    def _units(self, place: DbiasItem) -> Units:
         """Loads the units of an item, which statistics have, and this kernel takes off: it rounds no dS."""
         group, (batch, head, _) = self.spec.group, place.head
         queries = Sequence.of_entry(self.spec, batch, self.buffers, self.sizes).queries
-        return load_units(self.buffers, queries, self.sizes.num_heads // group, head // group)
+        return load_units(self.spec, self.buffers, queries, self.sizes.num_heads // group, head // group)
 
     def _statistic(self, stage: Int32, which: int, i: int) -> Float32:
         """Returns the log-sum-exp in base 2 (0) or delta (1) of one of the lane's rows."""

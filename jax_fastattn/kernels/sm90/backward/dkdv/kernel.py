@@ -8,7 +8,7 @@ each:
     scores warpgroup:   S^T = K Q^T    P    dV += P^T dO
     weights warpgroup:  dP^T = V dO^T    dS = P (dP - delta)    dK += dS^T Q
 
-P passes from one to the other in 16 bits through shared memory, in the order of the registers; with a soft cap it is P
+P passes from one to the other in float16 through shared memory, in the order of the registers; with a soft cap it is P
 times the slope. Nothing else makes a warpgroup wait for the other: the scores warpgroup may be as many tiles ahead as
 there are stages. With three stages each warpgroup issues the second product of a tile after the first one of the next
 tile, and it runs concurrently with that tile's exponentials. With two, that would leave no stage to load into: the
@@ -26,7 +26,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
 from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import accumulator_lane
-from jax_fastattn.kernels.device.products import result_words, warpgroup_words
+from jax_fastattn.kernels.device.products import crossing_words, result_words, warpgroup_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.device.tma import Tma
 from jax_fastattn.kernels.key import KernelSpec
@@ -42,7 +42,7 @@ from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import LaneKeys
-from jax_fastattn.kernels.sums.units import over_ds, over_p
+from jax_fastattn.kernels.sums.units import over_ds
 
 
 class DkdvKernel:
@@ -83,12 +83,12 @@ class _Result(NamedTuple):
     Attributes:
         target: dk or dv.
         head_dim: its columns.
-        factor: factor on the sum; None for 1.
+        factor: factor on the sum.
     """
 
     target: cute.Pointer
     head_dim: int
-    factor: Float32 | None
+    factor: Float32 | float
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +117,7 @@ class DkdvConsumer:
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
         mask, words = QueryMask(spec, shared, row, lane_column), warpgroup_words(spec)
+        crossing = crossing_words(spec) if spec.config.main.float16_weights else words
         sums = head_sums(spec, 1, config.queries // 8)
         return cls(
             state=DkdvState(
@@ -132,7 +133,7 @@ class DkdvConsumer:
                 product=product,
             ),
             group=group,
-            weights=WeightExchange(spec, words, shared, thread, lane_column, mask, stage, product, sums),
+            weights=WeightExchange(spec, words, crossing, shared, thread, lane_column, mask, stage, product, sums),
         )
 
     def run(self, work: KeyTile, phase: Int32, buffers: Buffers, scale: Float32) -> None:
@@ -147,9 +148,8 @@ class DkdvConsumer:
 
         def finish_head(member: Int32) -> None:
             plane, first = work.queries.head(work.num_heads, work.first_head + member), work.row + state.row
-            live, units = self._are_live(work), work.units(buffers)
-            factor = None if units is None else units.over_ds
-            keys = LaneKeys(buffers, plane, work.keys.length, first, self.weights.lane_column, live, factor)
+            live, units = self._are_live(work), work.units(state.spec, buffers)
+            keys = LaneKeys(buffers, plane, work.keys.length, first, self.weights.lane_column, live, units.over_ds)
             for kind in sums:
                 kind.store(keys)
                 kind.clear()
@@ -157,17 +157,19 @@ class DkdvConsumer:
         def compute_dv() -> None:
             role = Role.start(state, work, shared.key, queries, douts, self.weights.give)
             role.run()
-            self._store_sum(work, role.sum, _Result(buffers.dv, state.spec.v_head_dim, over_p(work.units(buffers))))
+            self._store_sum(
+                work, role.sum, _Result(buffers.dv, state.spec.v_head_dim, work.units(state.spec, buffers).over_p)
+            )
 
         def compute_dk() -> None:
-            state.rows.scale_values(0, work.units(buffers))
+            state.rows.scale_values(0, work.units(state.spec, buffers))
             role = Role.start(state, work, shared.value, douts, queries, self.weights.take)
             for kind in sums:
                 kind.clear()
             # A head without tiles of queries has sums, too.
             role = replace(role, finish_head=finish_head if sums else None)
             role.run()
-            factor = over_ds(work.units(buffers), scale)
+            factor = over_ds(work.units(state.spec, buffers), scale)
             self._store_sum(work, role.sum, _Result(buffers.dk, state.spec.head_dim, factor))
 
         cutlass.if_generate(self.group == 0, compute_dv, compute_dk)

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
-from jax_fastattn.kernels.device.products import WarpgroupWords
+from jax_fastattn.kernels.device.products import WarpgroupWords, Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
@@ -36,6 +36,7 @@ class WeightExchange:
 
     Attributes:
         words: what P and dS become.
+        crossing: what weights become.
         thread: index of this thread in the CTA.
         lane_column: the lane's first column of the product.
         mask: what the lane's rows see.
@@ -46,6 +47,7 @@ class WeightExchange:
 
     spec: KernelSpec
     words: WarpgroupWords
+    crossing: Words
     shared: BackwardShared
     thread: Int32
     lane_column: Int32
@@ -72,7 +74,7 @@ class WeightExchange:
         # Of each 8 queries the lane has two columns.
         lses = [lse2[i // 4 * 2 + i % 2] for i in range(cute.size(self.product))]
         pairs, weights = Weights(head.score, tile, self.product).weighed_pairs(
-            self.words, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
+            self.words, self.crossing, lambda i, at: reading.gradient(self.product[i], lses[i], at, edge)
         )
         if masks is not None:
             pairs = [keep_pair(*x) for x in zip(pairs, masks, strict=True)]
@@ -96,7 +98,7 @@ class WeightExchange:
                 if head.score.drops:
                     chunk, masks = unmark(chunk)
                     dprobabilities = [keep_number(*x) for x in zip(dprobabilities, masks, strict=True)]
-                weights = self.words.numbers(chunk)
+                weights = self.crossing.numbers(chunk)
                 values = [weights[e] * (dprobabilities[e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 for kind in self.sums:
                     kind.add(DscorePair(j, values))

@@ -27,7 +27,7 @@ from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import HeadSums, LaneKeys
-from jax_fastattn.kernels.sums.units import over_ds, over_p
+from jax_fastattn.kernels.sums.units import over_ds
 from jax_fastattn.kernels.visits.visit import Edges, Phase
 
 
@@ -94,7 +94,7 @@ class DkdvDqConsumer:
         self.products.clear()
         wgmma.wait(self.shared.key_full, phase)
         wgmma.wait(self.shared.value_full, phase)
-        self.rows.scale_values(self.group, work.units(buffers))
+        self.rows.scale_values(self.group, work.units(self.spec, buffers))
         if work.bounds.kind.hides_keys:
             self.rows.zero_keys(work, self.group)
         self.rows.zero_dead_keys(work)
@@ -116,9 +116,8 @@ class DkdvDqConsumer:
             visit_tiles(lambda _, index, edges: self._tile(head, index, edges))
             for kind in self.sums:
                 lane, plane = read_lane(config), work.queries.head(work.num_heads, work.first_head + member)
-                units, first = work.units(buffers), work.row + lane.row
-                factor = None if units is None else units.over_ds
-                kind.store(LaneKeys(buffers, plane, work.keys.length, first, lane.column, factor=factor))
+                units, first = work.units(self.spec, buffers), work.row + lane.row
+                kind.store(LaneKeys(buffers, plane, work.keys.length, first, lane.column, factor=units.over_ds))
 
         def visit_tile(member: Int32, index: Int32, edges: Edges | None) -> None:
             self._tile(QueryHead.start(work, member, self.score, self.mask.row), index, edges)
@@ -222,10 +221,10 @@ class DkdvDqConsumer:
     def _store(self, work: KeyTile, buffers: Buffers, scale: Float32) -> None:
         """Stores dk and dv from registers."""
         lane, nbytes = read_lane(self.config), self.spec.result_nbytes
-        first, units = work.keys.row_head(work.row, work.kv_heads, work.kv_head), work.units(buffers)
+        first, units = work.keys.row_head(work.row, work.kv_heads, work.kv_head), work.units(self.spec, buffers)
         for acc, target, head_dim, factor in (
             (self.products.dk, buffers.dk, self.spec.head_dim, over_ds(units, scale)),
-            (self.products.dv, buffers.dv, self.spec.v_head_dim, over_p(units)),
+            (self.products.dv, buffers.dv, self.spec.v_head_dim, units.over_p),
         ):
             RowStore(
                 address=strided(

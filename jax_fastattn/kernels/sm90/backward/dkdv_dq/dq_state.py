@@ -271,7 +271,7 @@ class DqWarpgroup:
     def store(self, work: KeyTile, rows: TileRows, chunk: Chunk) -> None:
         """Stores dq of a part of a tile, whose `rows` these are, from the accumulator."""
         spec, nbytes = self.spec, self.spec.result_nbytes
-        factor = over_ds(work.units(self.buffers), self.scale)
+        factor = over_ds(work.units(spec, self.buffers), self.scale)
         RowStore(
             address=strided(
                 self.dq_address + rows.place * (nbytes * spec.head_dim) + nbytes * chunk.column,

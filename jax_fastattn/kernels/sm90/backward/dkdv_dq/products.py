@@ -18,7 +18,14 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords, pairs, warpgroup_words
+from jax_fastattn.kernels.device.products import (
+    LeftFactor,
+    WarpgroupWords,
+    Words,
+    crossing_words,
+    pairs,
+    warpgroup_words,
+)
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge, Keep, Score
@@ -34,6 +41,7 @@ class DkdvDqProducts:
 
     Attributes:
         words: what P^T and dS^T become.
+        weight_words: what weights become, the factors of dP - delta in dS, and slopes.
         score_mma: S^T and dP^T, both factors from shared memory.
         stats_mma: the step that adds statistics.
         key: descriptors of this warpgroup's K.
@@ -52,6 +60,7 @@ class DkdvDqProducts:
     """
 
     words: WarpgroupWords
+    weight_words: Words
     score_mma: cute.TiledMma
     stats_mma: cute.TiledMma
     key: cute.Tensor
@@ -86,6 +95,7 @@ class DkdvDqProducts:
         shape, words = (WARPGROUP_ROWS, config.queries), warpgroup_words(spec)
         return cls(
             words=words,
+            weight_words=crossing_words(spec) if config.float16_weights else words,
             score_mma=score_mma,
             stats_mma=stats_mma,
             stats=wgmma.operand_b(stats_mma, shared.stats),
@@ -153,7 +163,7 @@ class DkdvDqProducts:
         With dropout, signs say which weights are dropped.
         """
         probabilities, weights = Weights(score, tile, self.scores).weighed_pairs(
-            self.words, lambda i, at: self._weighed(score, i, slopes, at, edge)
+            self.words, self.weight_words, lambda i, at: self._weighed(score, i, slopes, at, edge)
         )
         if keep is not None:
             masks = [keep(i) for i in range(len(probabilities))]
@@ -162,8 +172,8 @@ class DkdvDqProducts:
             return [mark(*x) for x in zip(weights if slopes else probabilities, masks, strict=True)]
         for i, pair in enumerate(probabilities):
             self.p_factor.put(i, pair)
-        # Where slopes are 1 weights are P.
-        return weights if slopes else self.p_factor.copied()
+        # Weights are P itself where slopes are 1 and words are the same; a product in flight reads its registers.
+        return weights if slopes or self.weight_words != self.words else self.p_factor.copied()
 
     def _weighed(
         self, score: Score, i: int, slopes: list[Int32], at: Element, edge: Edge | None
@@ -174,7 +184,7 @@ class DkdvDqProducts:
             logit = logit * score.factor if score.is_affine else score.logit(logit, at).value
         weight = probability = ptx.exp2(logit)
         if slopes:
-            weight = score.sloped(probability, probability, self.words.numbers(slopes[i // 2])[i % 2])
+            weight = score.sloped(probability, probability, self.weight_words.numbers(slopes[i // 2])[i % 2])
         return (probability, weight) if edge is None else edge.weigh(probability, weight, at)
 
     def start_dp(self, stage: Int32) -> None:
@@ -202,7 +212,7 @@ class DkdvDqProducts:
         Weights are pairs, too, so that half as many registers wait. If they are marked, their signs do not count.
         """
         for i, pair in enumerate(weights):
-            factors = self.words.numbers(unmark(pair)[0] if marked else pair)
+            factors = self.weight_words.numbers(unmark(pair)[0] if marked else pair)
             values = [factors[e] * self.scores[2 * i + e] for e in range(2)]
             for kind in sums:
                 kind.add(DscorePair(i, values))
@@ -227,7 +237,7 @@ class DkdvDqProducts:
             self.scores[i] = logit.value if logit.factor is None else logit.value * logit.factor
             if logit.slopes:
                 slopes.append(logit.slope())
-        return pairs(self.words, slopes)
+        return pairs(self.weight_words, slopes)
 
 
 def _ones(stats_mma: cute.TiledMma, shared_ones: cute.Tensor | None, thread: Int32) -> Any:

@@ -208,8 +208,8 @@ class DqConsumer:
 
     def _scale_dout(self) -> None:
         """Multiplies this warpgroup's dO, which stays, by the unit of dP."""
-        units, table = self.work.units(self.buffers), self.shared.memory.table
-        if units is not None:
+        units, table = self.work.units(self.spec, self.buffers), self.shared.memory.table
+        if self.spec.has_gradient_units:
             address = self.shared.regions.stage("dout", self.group)
             scaling.scale_tile(address, table["dout"].pitch, self.products.words, units.dp, DqBarrier.WARPGROUP)
 
@@ -311,7 +311,7 @@ class DqConsumer:
     def store(self, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""
         work, nbytes = self.work, self.spec.result_nbytes * self.spec.head_dim
-        factor = over_ds(work.units(self.buffers), scale)
+        factor = over_ds(work.units(self.spec, self.buffers), scale)
         first = work.queries.row_head(work.row, work.num_heads, work.head)
         rows = RowStore(
             address=strided(self.buffers.dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),

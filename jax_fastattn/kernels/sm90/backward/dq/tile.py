@@ -12,8 +12,9 @@ from jax_fastattn.kernels.device.sequences import Span, first_rows
 from jax_fastattn.kernels.features.places import Head
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig
+from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.work import Work
-from jax_fastattn.kernels.sums.units import Units, load_units
+from jax_fastattn.kernels.sums.units import Units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
@@ -80,9 +81,9 @@ class DqTile:
             listed=listed,
         )
 
-    def units(self, buffers: Buffers) -> Units | None:
+    def units(self, spec: KernelSpec, buffers: Buffers) -> Units:
         """Loads the units of the head, where they are needed: nothing keeps them in registers."""
-        return load_units(buffers, self.queries, self.num_heads // self.group, self.kv_head)
+        return load_units(spec, buffers, self.queries, self.num_heads // self.group, self.kv_head)
 
     @property
     def score_head(self) -> Head:
