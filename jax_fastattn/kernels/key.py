@@ -231,6 +231,11 @@ class KernelSpec:
         return any(code.is_steep for code in self.features)
 
     @property
+    def fits_float16(self) -> bool:
+        """Whether float16 holds weights in dS, times a power of two: none is over 1, and each row has large ones."""
+        return not self.is_steep and not self.small_weights
+
+    @property
     def is_affine(self) -> bool:
         """Whether a logit is a factor times the product q . k alone."""
         return not any("logit" in code.hooks for code in self.codes)

@@ -373,11 +373,9 @@ def warpgroup_words(spec: KernelSpec) -> WarpgroupWords:
 def crossing_words(spec: KernelSpec) -> MemoryWords:
     """Returns what P becomes on its way to dS, from one warp to another or in registers while dP is computed.
 
-    In float16 it has three bits more than in bfloat16; but weights of steep functions may be infinite, small ones 0.
+    float16 has three bits more than bfloat16, but weights of steep functions may be infinite there, and small ones 0.
     """
-    if spec.terms > 1:
-        return Single()
-    return Native(spec.product_dtype if spec.is_steep or spec.small_weights else "float16")
+    return Single() if spec.terms > 1 else Native("float16" if spec.fits_float16 else spec.product_dtype)
 
 
 def result_words(spec: KernelSpec) -> MemoryWords:

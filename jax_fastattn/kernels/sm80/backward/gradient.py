@@ -20,9 +20,9 @@ def log2_probability_factor(spec: KernelSpec, config: DkdvDqConfig) -> int:
 
     One role hands P to the other in float16, which has three bits more than bfloat16. P is at most 1, so with a factor
     of 2^14 it is a normal number down to 2^-28. Float16 operands have `sums/units.py` instead. P of operands in two
-    terms crosses in float32, and P with a steep function in bfloat16.
+    terms crosses in float32, and P that float16 does not hold in bfloat16.
     """
-    crosses_in_float16 = config.roles == 2 and spec.products == "native" and not spec.is_steep
+    crosses_in_float16 = config.roles == 2 and spec.products == "native" and spec.fits_float16
     return 14 if crosses_in_float16 and spec.operand_dtype == "bfloat16" else 0
 
 

@@ -316,9 +316,8 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
 
 def _has_float16_weights(spec: KernelSpec) -> bool:
     """Returns whether the weights in dS are float16, see `BackwardConfig.float16_weights`."""
-    # Steep slopes and the factor of dropout are factors of weights, which float16 may not hold; nor does it hold those
-    # below 2^-38. Products of float32 in float16 have units of their own.
-    if spec.is_steep or spec.drops or spec.small_weights or spec.products != "native":
+    # The factor of dropout is one of weights, too. Products of float32 in float16 have units of their own.
+    if not spec.fits_float16 or spec.drops or spec.products != "native":
         return False
     largest = max(spec.head_dim, spec.v_head_dim)
     if largest > DKDV_DQ_HEAD_DIM:
