@@ -223,7 +223,7 @@ class Problem:
         bias_shape: `[b, n, t, s]`; None without a bias.
         bias_dtype: name of its dtype; None without a bias.
         mask_mod_shape: `[b, n]` of the planes that `mask_mod` reads, see `Operands`.
-        score_planes: name, b and n of each operand that has planes of `score_mod`.
+        planes: name, b and n of each operand that has planes of `score_mod`, or of `mask_mod` without one.
     """
 
     spec: AttentionSpec
@@ -244,7 +244,7 @@ class Problem:
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str | None = None
     mask_mod_shape: tuple[int, int] = (1, 1)
-    score_planes: tuple[tuple[str, int, int], ...] = ()
+    planes: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Problem:
@@ -269,7 +269,7 @@ class Problem:
             bias_shape=None if operands.bias is None else operands.bias.shape,
             bias_dtype=None if operands.bias is None else str(operands.bias.dtype),
             mask_mod_shape=planes.own_sizes((spec.score_mod, spec.mask_mod), 1, operands),
-            score_planes=planes.shapes_of(spec.score_mod, operands),
+            planes=planes.shapes_of(spec.score_mod or spec.mask_mod, operands),
         )
 
     @property

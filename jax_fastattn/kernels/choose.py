@@ -182,16 +182,21 @@ def _compares(problem: Problem, kernel: KernelSpec) -> bool:
     """Returns whether edge tiles compare rows, see `KernelSpec.compared`: bits would take too much memory.
 
     A mask that is given whole has bits at any size: its own array takes 8 times as much for each plane that it has.
-    Kernels cannot compare what a mask function says of rows, see `mask_mod_bits_fit`.
+    Of a mask function edge tiles then evaluate the code, if they can.
     """
-    mask = problem.mask_shape
-    if problem.spec.mask_mod is not None or (mask is not None and 1 not in mask[2:]):
+    mask, spec = problem.mask_shape, problem.spec
+    if mask is not None and 1 not in mask[2:]:
+        return False
+    if spec.mask_mod is not None and (spec.score_mod is not None or not codes.evaluates_edges(spec.mask_mod)):
         return False
     return any(has_too_many_bits(config, list_sizes(problem, config)) for config in prepass_configs(kernel))
 
 
 def mask_mod_bits_fit(problem: Problem, arch: str) -> bool:
-    """Returns whether the bits of a mask function take at most `MAX_BITS_NBYTES` in each prepass of both passes."""
+    """Returns whether the bits of a mask function take at most `MAX_BITS_NBYTES` in each prepass of both passes.
+
+    Where edge tiles evaluate the function, it has none.
+    """
     has_bias = problem.bias_shape is not None
     kernels = [forward_spec(problem, arch), kernel_spec(problem, "backward", arch, dbias=has_bias)]
     configs = [config for kernel in kernels for config in prepass_configs(kernel)]
@@ -327,7 +332,7 @@ def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
         codes.SINKS: has_sinks and op != "backward",
         codes.DROPOUT: "dropout" in spec.present,
     }
-    functions = codes.score_function(spec.score_mod, problem.score_planes, exact=has_sinks or family == "sm80")
+    functions = codes.score_function(spec.score_mod, problem.planes, exact=has_sinks or family == "sm80")
     return (*functions, *(code for code, is_present in chosen.items() if is_present))
 
 
@@ -394,6 +399,8 @@ def kernel_spec(
         return _cut(problem, key)
     key = replace(key, alike=op == "backward" and _reads_live_keys(problem, key))
     key = replace(key, compared=_compares(problem, key))
+    if key.compared and spec.mask_mod is not None:
+        key = replace(key, features=(*key.features, *codes.edge_function(spec.mask_mod, problem.planes)))
     if op != "backward" or not key.config.adds_dq:
         return key
     one_sided_window = key.bounds_kind.one_sided_window

@@ -129,6 +129,32 @@ def mask_function(score_mod: HasPlanes | None, program: object) -> tuple[Code, .
     return (Code("mask function", feature, constants=constants, operands=operands),)
 
 
+# A mask function whose instructions are among these has the same value in an attention kernel as in the prepass: floats
+# are only compared there.
+_EXACT_OPS = frozenset(("const", "plane", "stop_gradient", "select"))
+
+
+def evaluates_edges(program: object) -> bool:
+    """Returns whether attention kernels can evaluate a mask function: it reads no table, and computes no float."""
+    if not isinstance(program, Program):
+        return False
+    found = zip(program.instructions, program.dtypes, strict=True)
+    return all(op in (_EXACT_OPS if dtype == "f" else SCORE_OPS) for (op, *_), dtype in found)
+
+
+def edge_function(program: object, shapes: tuple[tuple[str, int, int], ...]) -> tuple[Code, ...]:
+    """Returns the feature that evaluates a mask function in edge tiles of lists, see `evaluates_edges`.
+
+    Args:
+        program: the function, of a call without a score function.
+        shapes: name, b and n of each operand that has its planes.
+    """
+    assert isinstance(program, Program)
+    parts = _parts(program, shapes, exact=True)
+    operands = _plane_operands(parts.places)
+    return (Code("mask function", f"{_FEATURES}.program.mask:EdgeProgram", ("sees",), (parts,), operands),)
+
+
 def _plane_operands(found: tuple[Place, ...]) -> tuple[tuple[str, str], ...]:
     """Returns name and dtype of each operand with planes."""
     dtypes = {place.operand: "float32" if place.plane.dtype == "f" else "int32" for place in found}
@@ -166,7 +192,7 @@ class PlaneOperand(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreParts:
-    """What a compile key holds of a score function.
+    """What a compile key holds of a score function, or of a mask function that attention kernels evaluate.
 
     Attributes:
         code: the function.
@@ -241,6 +267,11 @@ class ScoreParts:
 
 def score_parts(features: Sequence[Code]) -> ScoreParts | None:
     """Returns what the features of a compile key hold of a score function; None without one."""
+    return plane_parts([code for code in features if "logit" in code.hooks])
+
+
+def plane_parts(features: Sequence[Code]) -> ScoreParts | None:
+    """Returns what the features of a compile key hold of the one function that has planes; None without one."""
     found = [x for code in features for x in code.constants if isinstance(x, ScoreParts)]
     return found[0] if found else None
 
@@ -255,15 +286,19 @@ def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *,
     """
     if not isinstance(program, Program):
         return ()
+    parts = _parts(program, shapes, exact=exact)
+    name, hooks = ("TermProgram", ("logit", "term")) if parts.terms else ("ScoreProgram", ("logit",))
+    feature = f"{_FEATURES}.program.score:{name}"
+    registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
+    operands = _plane_operands(parts.places)
+    is_steep = not parts.slope_is_one
+    return (Code("score function", feature, hooks, (parts,), operands, registers=registers, is_steep=is_steep),)
+
+
+def _parts(program: Program, shapes: tuple[tuple[str, int, int], ...], *, exact: bool) -> ScoreParts:
     found = tuple(places((program,))[0])
     operands = [
         PlaneOperand(name, sum(place.operand == name for place in found), batch > 1, heads > 1)
         for name, batch, heads in shapes
     ]
-    parts = ScoreParts(program, found, tuple(operands), exact)
-    name, hooks = ("TermProgram", ("logit", "term")) if parts.terms else ("ScoreProgram", ("logit",))
-    feature = f"{_FEATURES}.program.score:{name}"
-    registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
-    operands = _plane_operands(found)
-    is_steep = not parts.slope_is_one
-    return (Code("score function", feature, hooks, (parts,), operands, registers=registers, is_steep=is_steep),)
+    return ScoreParts(program, found, tuple(operands), exact)

@@ -322,6 +322,6 @@ class KernelSpec:
             key_end=self.key_value_seq_lengths,
             offset=self.query_offset,
             packed=self.packed,
-            rules=any("sees" in code.hooks for code in self.features),
+            rules=not self.listed and any("sees" in code.hooks for code in self.features),
             listed=self.listed,
         )

@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cutlass import Boolean, Float32, Int32, cute
 
@@ -45,7 +45,8 @@ Keep = Callable[[int], Int32]
 EdgeRows = Sequence[Visibility] | Sequence[BitRow] | Sequence[LiveRow] | Sequence[LiveColumns]
 
 
-class Edge(NamedTuple):
+@dataclass(eq=False)
+class Edge:
     """What is hidden in an edge tile.
 
     Attributes:
@@ -55,9 +56,13 @@ class Edge(NamedTuple):
 
     rows: EdgeRows
     rules: tuple[Feature, ...]
+    _are_read: bool = False
 
     def select(self, x: Float32, at: Element) -> Float32:
         """Returns x where the score counts, else 0. It is a select, not a product: a hidden value may be no number."""
+        if not self._are_read:
+            # All scores are of one tile.
+            self.rules, self._are_read = _each(self.rules, "read", at.tile), True
         x = self.rows[at.i].select(x, at.column)
         for rule in self.rules:
             x = ptx.where(rule.sees(at), x, Float32(0.0))
@@ -275,7 +280,7 @@ class Score:
             seen.hide(acc, tile, hidden)
         else:
             hide(acc, tile, seen, hidden, check_low=check_low)
-        for rule in self.rules:
+        for rule in _each(self.rules, "read", tile):
             for i in range(_size(acc)):
                 acc[i] = ptx.where(rule.sees(tile.at(i)), acc[i], hidden)
 

@@ -154,8 +154,9 @@ def _dropout_checks(problem: Problem) -> list[tuple[bool, Kind, str]]:
 
 
 _FEWER_BITS = (
-    "kernels take segment ids, lengths and windows of any size; a function that reads neither `b` nor `h` has bits of "
-    "one entry and head"
+    "kernels need no bits of segment ids, lengths and windows, nor of a function without a `score_mod` beside it that "
+    "computes with integers and reads no array by query and key together; one that reads neither `b` nor `h` has "
+    "bits of one entry and head"
 )
 
 
@@ -190,7 +191,7 @@ def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
 
 def _steep_reasons(problem: Problem) -> list[Reason]:
     """Returns why a score function has no gradients in float16: P times its slope may be infinite there."""
-    score = score_function(problem.spec.score_mod, problem.score_planes, exact=True)
+    score = score_function(problem.spec.score_mod, problem.planes, exact=True)
     if problem.dtype != "float16" or not any(code.is_steep for code in score):
         return []
     text = "the derivative of `score_mod` by the score is not 1, and weights times it may be infinite in float16"

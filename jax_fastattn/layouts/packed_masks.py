@@ -49,7 +49,14 @@ def problem_by_rows(problem: Problem) -> Problem:
     # Planes of queries are one operand, which `score_mod` may read by head.
     heads = heads if problem.spec.score_mod is None else problem.num_heads
     spec, shape = _spec_by_rows(problem.spec), (max(batch, problem.batch), heads)
-    return replace(problem, spec=spec, num_sequences=0, packed_offsets=False, mask_mod_shape=shape)
+    planes = problem.planes
+    if problem.spec.bounds != (None, None) and problem.spec.score_mod is None:
+        # Limits are planes of batch entries.
+        sizes = {name: sizes for name, *sizes in planes}
+        entries, members = sizes.get("query_integers", (1, 1))
+        sizes["query_integers"] = [max(entries, problem.batch), members]
+        planes = tuple((name, *sizes[name]) for name in sorted(sizes))
+    return replace(problem, spec=spec, num_sequences=0, packed_offsets=False, mask_mod_shape=shape, planes=planes)
 
 
 def padding_lse(operands: Operands, lse: jax.Array, padding: jax.Array | float) -> jax.Array:

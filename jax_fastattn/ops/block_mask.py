@@ -65,7 +65,10 @@ class BlockMask:
 
 
 def lists_of(spec: AttentionSpec, operands: Operands) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
-    """Returns the lists of a call for the kernels that would run it, and which they are; none if no kernel would."""
+    """Returns the lists of a call for the kernels that would run it, and which they are; none if no kernel would.
+
+    A call makes lists without bits anew: XLA, which makes lists on other platforms, would compute all pairs for them.
+    """
     problem = Problem.of(spec, operands)
     arch = _arch()
     if arch is None or problem.is_empty or unsupported_reasons(problem, arch):
@@ -76,6 +79,8 @@ def lists_of(spec: AttentionSpec, operands: Operands) -> tuple[tuple[Any, ...], 
     found: dict[str, jax.Array] = {}
     for kernel in (forward_spec(problem, arch), kernel_spec(problem, "backward", arch)):
         for config in prepass_configs(kernel):
+            if not config.bits:
+                continue
             names = _ROLES[kernel.op, config.transposed]
             results = lists_p.bind(*arrays.values(), names=tuple(arrays), shapes=shapes, spec=spec, config=config)
             found |= dict(zip(names, results, strict=True))

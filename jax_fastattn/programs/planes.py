@@ -33,7 +33,7 @@ def own_sizes(programs: Sequence[Program | None], number: int, operands: Any) ->
 
 
 def shapes_of(program: Program | None, operands: Any) -> tuple[tuple[str, int, int], ...]:
-    """Returns name, b and n of each operand that has planes of the first program of a call."""
+    """Returns name, b and n of each operand that has planes of a program, whose planes come first in each."""
     names = sorted({place.operand for place in places((program,))[0]})
     return tuple((name, *getattr(operands, name).shape[:2]) for name in names)
 

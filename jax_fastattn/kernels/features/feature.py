@@ -132,7 +132,7 @@ class Feature:
         raise NotImplementedError
 
     def sees(self, at: Element) -> Boolean:
-        """Returns whether a score counts. A feature with this hook has no full tiles: each is an edge."""
+        """Returns whether a score counts. A feature with this hook has no full tiles, except for those of lists."""
         raise NotImplementedError
 
     def end(self, head: Head) -> "Feature":

@@ -120,6 +120,7 @@ class DbiasSum:
 
     def edge(self, score: Score, item: DbiasItem, lane: Lane, hidden: Hidden) -> Edge:
         """Returns what is hidden in an item."""
+        score = score.start(item.head) if score.rules else score
         if self.spec.alike:
             return score.edges([LiveColumns([word >> lane.column for word in hidden.told()])] * self.lane_rows)
         if self.spec.listed:

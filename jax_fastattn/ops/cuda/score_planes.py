@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The planes of a score function as kernels read them: with zeros at their ends, without those of a mask function."""
+"""The planes of a function as attention kernels read them: with zeros at their ends, and only those that they read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_fastattn.kernels.codes import PLANE_PADDING, score_parts
+from jax_fastattn.kernels.codes import PLANE_PADDING, plane_parts, score_parts
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS, diagonal_parts, diagonals
 from jax_fastattn.layouts.heads import reduce_to
@@ -24,9 +24,9 @@ _MOST = 1e18
 
 
 def with_score_planes(kernel: KernelSpec, arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array | None]:
-    """Returns the operands of a launch by name, of which planes are those that the score function reads."""
+    """Returns the operands of a launch by name, of which planes are those that its function reads."""
     found = {name: x for name, x in arrays.items() if name not in PLANES}
-    parts = score_parts(kernel.features)
+    parts = plane_parts(kernel.features)
     for operand in parts.plane_operands if parts is not None else ():
         x = arrays[operand.name]
         assert x is not None

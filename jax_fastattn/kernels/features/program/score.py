@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A score function as a feature: of any kind, or one that adds a term to the score."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cutlass import Float32
 
-from jax_fastattn.kernels.codes import Code, ScoreParts
+from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
-from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
-from jax_fastattn.kernels.features.places import Element, Head, Logit, ScoreTile
+from jax_fastattn.kernels.features.feature import FeatureArguments
+from jax_fastattn.kernels.features.places import Element, Logit
+from jax_fastattn.kernels.features.program.evaluated import Evaluated
 from jax_fastattn.kernels.features.program.forms import Line, Scaled, add, register
 from jax_fastattn.kernels.features.program.planes import PlaneReader
-from jax_fastattn.kernels.features.program.values import Values
 from jax_fastattn.programs import analysis
 
 # In the backward pass a logit is at most this, in base 2, and never NaN. A row without weights subtracts infinity from
@@ -22,27 +22,19 @@ from jax_fastattn.programs import analysis
 _MOST = 1e30
 
 
-@dataclass(frozen=True)
-class _Program(Feature):
+@dataclass(frozen=True, kw_only=True)
+class _Program(Evaluated):
     """A score function of a launch.
 
     Attributes:
-        parts: what is compiled in.
         finite_score: whether what the function gets is a finite number, even past the end of the sequence.
         bounds_logits: whether logits have to be made numbers, see `_MOST`.
-        planes: the planes of the launch, or of the head since `start`.
         summed: the plane whose gradient is summed; None if none is.
-        of_head: the values that the head alone decides, since `start`.
-        values: the values of a pass, since `read`.
     """
 
-    parts: ScoreParts
     finite_score: bool
     bounds_logits: bool
-    planes: PlaneReader
     summed: int | None = None
-    of_head: Any = None
-    values: Any = None
 
     # Whether more than a sum depends on the score.
     _reads_score: ClassVar[bool] = True
@@ -59,17 +51,9 @@ class _Program(Feature):
         finite_score = arguments.spec.bias is None or not cls._reads_score
         bounds = arguments.spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score)
         planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
-        return cls(parts, finite_score, bounds, planes, arguments.spec.dplane)
-
-    def start(self, head: Head) -> "_Program":
-        """Returns the function with its numbers of a query head."""
-        planes = self.planes.start(head)
-        return replace(self, planes=planes, of_head=Values.head(self.parts, planes))
-
-    def read(self, tile: ScoreTile) -> "_Program":
-        """Returns the function for one pass over the scores of a tile."""
-        del tile
-        return replace(self, values=Values(self.parts, self.planes, self.of_head))
+        return cls(
+            parts=parts, planes=planes, finite_score=finite_score, bounds_logits=bounds, summed=arguments.spec.dplane
+        )
 
     @property
     def sums_plane(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] (as above)
