@@ -192,17 +192,6 @@ def _compares(problem: Problem, kernel: KernelSpec) -> bool:
     return any(has_too_many_bits(config, list_sizes(problem, config)) for config in prepass_configs(kernel))
 
 
-def mask_mod_bits_fit(problem: Problem, arch: str) -> bool:
-    """Returns whether the bits of a mask function take at most `MAX_BITS_NBYTES` in each prepass of both passes.
-
-    Where edge tiles evaluate the function, it has none.
-    """
-    has_bias = problem.bias_shape is not None
-    kernels = [forward_spec(problem, arch), kernel_spec(problem, "backward", arch, dbias=has_bias)]
-    configs = [config for kernel in kernels for config in prepass_configs(kernel)]
-    return not any(has_too_many_bits(config, list_sizes(problem, config)) for config in configs)
-
-
 def prepass_spec(spec: AttentionSpec, config: PrepassConfig, arch: str) -> KernelSpec:
     """Returns the compile key of the prepass whose lists a kernel reads, given the tiles of that kernel."""
     left, right = spec.bounds

@@ -17,13 +17,12 @@ from jax_fastattn.kernels.choose import (
     is_listed,
     kernel_spec,
     list_sizes,
-    mask_mod_bits_fit,
     prepass_configs,
     takes_terms,
 )
 from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, score_function, staged_places
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
-from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES
+from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.analysis import is_wild, terms
@@ -128,10 +127,21 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
     found += [Reason("score_mod", *why) for why in _score_mod_reasons(packed, longest)]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(packed)]
-    if problem.spec.mask_mod is not None and arch and not found and not mask_mod_bits_fit(problem, arch):
+    if problem.spec.mask_mod is not None and arch and not found and not _mask_mod_bits_fit(problem, arch):
         text = f"the bits of `mask_mod` would take more than {MAX_BITS_NBYTES >> 20} MiB in a pass"
         found.append(Reason("mask_mod", text, _FEWER_BITS))
     return found
+
+
+def _mask_mod_bits_fit(problem: Problem, arch: str) -> bool:
+    """Returns whether the bits of a mask function take at most `MAX_BITS_NBYTES` in each prepass of both passes.
+
+    Where edge tiles evaluate the function, it has none.
+    """
+    has_bias = problem.bias_shape is not None
+    kernels = [forward_spec(problem, arch), kernel_spec(problem, "backward", arch, dbias=has_bias)]
+    configs = [config for kernel in kernels for config in prepass_configs(kernel)]
+    return not any(has_too_many_bits(config, list_sizes(problem, config)) for config in configs)
 
 
 def _dropout_checks(problem: Problem) -> list[tuple[bool, Kind, str]]:
