@@ -60,7 +60,7 @@ CHOICES = {
 # 1,040 calls.
 COMBINED_DRAWS, COMBINED_KINDS = 260, 20
 
-# Segment ids, and masks that broadcast over queries or over keys.
+# Segment ids, masks that broadcast over queries or over keys, and functions of positions.
 _LISTED = Case("bfloat16", 2, 517, 901, num_kv_heads=2, group=2, head_dim=64, deterministic=True)
 BROADCAST = [
     dataclasses.replace(_LISTED, **changes)
@@ -70,6 +70,8 @@ BROADCAST = [
         {"segments": 3, "mask": "bns", "head_dim": 192, "v_head_dim": 128},
         {"mask": "bs", "query_seq_lengths": (517, 201), "key_value_seq_lengths": (333, 901)},
         {"mask": "bt", "is_causal": True, "head_dim": 256},
+        {"mask_mod": 0, "is_causal": True},
+        {"mask_mod": 9, "head_dim": 128, "segments": 2},
     )
 ]
 
@@ -252,7 +254,7 @@ def test_wild_boundaries_are_moved_into_the_rows(case: Case, expectations: dict[
 
 @pytest.mark.parametrize("case", BROADCAST, ids=str)
 def test_results_without_bits_are_those_with_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edge tiles of long calls compare ids; see docs/kernels/masks.md."""
+    """Edge tiles of long calls compare ids, or evaluate a function; see docs/kernels/masks.md."""
     with_bits = _results(case)
     monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", 0)
     assert all(kernel.compared for kernel in kernel_specs([case], ffi.arch() or "") if kernel.op != "prepass")
