@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import emulated_draws
 import emulated_ops
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from test_mask_mods import BLOCKS, MODS, OTHERS, WINDOWS, B, K, N, S, T, draw
 from jax_fastattn import target_arch
 from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.kernels.tiles import lists as tile_lists
 from jax_fastattn.ops.cuda import passes as cuda
@@ -88,6 +90,14 @@ def test_a_function_gives_the_same_results_with_and_without_bits(arch: str, monk
         found.append([out, lse, gradients.query, gradients.key, gradients.value])
     for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "arch"), [(0, "sm_80"), (4, "sm_90a"), (9, "sm_80"), (20, "sm_90a"), (24, "sm_80"), (26, "sm_90a")]
+)
+def test_random_functions(number: int, arch: str) -> None:
+    emulated_draws.check(Case("bfloat16", 2, T, S, num_kv_heads=K, group=N // K, head_dim=64, mask_mod=number), arch)
 
 
 @pytest.mark.slow
