@@ -32,7 +32,7 @@ class Code:
         registers: registers of a lane that keep its numbers from tile to tile.
         is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
             heads, refuse such a feature.
-        is_steep: whether the derivative of its logit by the score may be greater than 1.
+        is_steep: whether the derivative of its logit by the score may be greater than 1, or negative.
     """
 
     name: str

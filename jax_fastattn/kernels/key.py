@@ -227,7 +227,7 @@ class KernelSpec:
 
     @property
     def is_steep(self) -> bool:
-        """Whether a weight in dS, P times slopes, may be greater than 1."""
+        """Whether a weight in dS, P times slopes, may be greater than 1, or negative."""
         return any(code.is_steep for code in self.features)
 
     @property

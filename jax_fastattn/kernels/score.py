@@ -291,6 +291,16 @@ class Score:
         """Whether some feature has the hook `keep`."""
         return bool(_with(self.features, "keep"))
 
+    @property
+    def marks(self) -> bool:
+        """Whether signs of weights say which are dropped, see `device/kept.py`: no slope is negative then."""
+        return self.drops and not any(code.is_steep for code in self.codes)
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether dropout is drawn again where dP is, since weights have signs of their own."""
+        return self.drops and not self.marks
+
     def keep(self, tile: ScoreTile) -> Keep | None:
         """Returns which weights of a tile have a part in the output, drawn where it is called; None for all."""
         kept = [feature.read(tile) for feature in _with(self.features, "keep")]

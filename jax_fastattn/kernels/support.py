@@ -155,11 +155,6 @@ def _dropout_checks(problem: Problem) -> list[tuple[bool, Kind, str]]:
             f"a block of a ring has {lengths[0]} queries and {lengths[1]} keys; with dropout the kernels take "
             f"multiples of {WORD_ROWS}",
         ),
-        (
-            problem.spec.score_mod is None,
-            "dropout",
-            "the sign of a weight says whether it is dropped, and slopes of a `score_mod` may be negative",
-        ),
     ]
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -100,6 +101,24 @@ def test_results_and_derivatives_are_as_the_formula_has_them(name: str, at_once:
         with in_chunks():
             found = calls.quick_jit(functools.partial(everything, with_dropout))(X, U)
     calls.assert_same(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "in-chunks"])
+def test_gradients_of_captured_arrays(at_once: bool) -> None:
+    """With those of the query, and with slopes of both signs."""
+    slopes = jnp.linspace(-1.0, 1.3, N)
+
+    def of(function: Callable[..., jax.Array], query: jax.Array, slopes: jax.Array, table: jax.Array) -> jax.Array:
+        mod = lambda score, b, h, q, k: score * slopes[h] + table[k - q + T]
+        return loss(function, query, *X[1:], score_mod=mod)
+
+    def gradients(function: Callable[..., jax.Array]) -> Any:
+        call = calls.quick_jit(jax.grad(functools.partial(of, function), (0, 1, 2)))
+        return call(X[0], slopes, jnp.sin(jnp.arange(T + S, dtype=jnp.float32)))
+
+    expected = gradients(formula)
+    with contextlib.nullcontext() if at_once else in_chunks():
+        calls.assert_same(gradients(with_dropout), expected, 1e-4)
 
 
 def test_gradients_and_tangents_at_once_and_in_chunks() -> None:
@@ -315,15 +334,13 @@ def test_wrong_arguments_raise() -> None:
         paged_attention(X[0], X[1], X[2], jnp.zeros((B, 4), jnp.int32), jnp.array([3, 4]), dropout_rate=0.1)  # pyright: ignore
 
 
-def test_explain_names_the_reason() -> None:
+def test_explain_finds_kernels() -> None:
     shapes = [jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)] * 3
-    found = explain(*shapes, score_mod=lambda s, b, h, q, k: s, dropout_rate=0.1, dropout_key=KEY, arch="sm_90a")
-    assert found.implementation == "xla"
-    assert (
-        "the sign of a weight says whether it is dropped, and slopes of a `score_mod` may be negative" in found.reasons
-    )
     for arch in ("sm_80", "sm_90a"):
         assert explain(*shapes, dropout_rate=0.1, dropout_key=KEY, arch=arch).implementation == "cuda"
+        for mod in (lambda s, b, h, q, k: s - SLOPES[h], lambda s, b, h, q, k: -SLOPES[h] * jnp.tanh(s)):
+            found = explain(*shapes, score_mod=mod, dropout_rate=0.1, dropout_key=KEY, arch=arch)
+            assert found.implementation == "cuda", found.reasons
     assert explain(*shapes, dropout_rate=0.0, dropout_key=KEY, arch="sm_90a").reasons == ()
 
 

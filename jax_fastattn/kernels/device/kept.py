@@ -26,6 +26,14 @@ def keep_pair(pair: Pair, mask: Int32) -> Pair:
     return tuple(word & mask for word in pair) if isinstance(pair, tuple) else pair & mask
 
 
+def keep_marked(pair: Int32, mask: Int32) -> Int32:
+    """Returns a pair of 16-bit numbers with -0 for what is dropped, which `unmark` tells from what is kept.
+
+    No number of the pair is negative.
+    """
+    return (pair & mask) | (~mask & _SIGNS)
+
+
 def number_masks(mask: Int32) -> list[Int32]:
     """Returns the mask of each number of a pair, 32 bits long."""
     return [ptx.permute(mask, mask, half) for half in _HALVES]

@@ -32,7 +32,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
-from jax_fastattn.kernels.device.kept import keep_pair, mark, unmark
+from jax_fastattn.kernels.device.kept import keep_pair, mark, number_masks, unmark
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import Pair, pairs
 from jax_fastattn.kernels.features.places import ScoreTile
@@ -186,10 +186,9 @@ class ProbabilityRole:
         if keep is None:
             return packed, crossing
         masks = [keep(i) for i in range(len(packed))]
-        return (
-            [keep_pair(*x) for x in zip(packed, masks, strict=True)],
-            [mark(*x) for x in zip(crossing, masks, strict=True)],
-        )
+        if score.marks:
+            crossing = [mark(*x) for x in zip(crossing, masks, strict=True)]
+        return [keep_pair(*x) for x in zip(packed, masks, strict=True)], crossing
 
     def _weigh(self, score: Score, scores: mma.Accumulator, tile: ScoreTile, stage: Any) -> mma.Accumulator | None:
         """Turns S^T into P^T in place; returns weights, see `score.py`, or None where they are P."""
@@ -244,7 +243,7 @@ class GradientRole:
             arrive(RoleBarrier.READY, config.threads)
         dscore = products.scores(state, DOUT, stage)
         wait(RoleBarrier.PAIR, 64, state.at.role_warp)
-        packed = self._gradients(dscore, stage, head.score.survival())
+        packed = self._gradients(head.score, dscore, stage, index)
         if config.dq_roles == 2 or not config.lagged:
             arrive(RoleBarrier.DONE, config.threads)
         if config.lagged:
@@ -260,12 +259,15 @@ class GradientRole:
             warp.load_next(1, stage, head.member, index)
         warp.add_dq(head.member, index)
 
-    def _gradients(self, dscore: mma.Accumulator, stage: Any, survival: Float32 | None) -> list[Pair]:
+    def _gradients(self, score: Score, dscore: mma.Accumulator, stage: Any, index: Int32) -> list[Pair]:
         """Returns pairs of dS^T, and stores them in place of P, which the first role has left there.
 
-        `survival` is the factor on what dropout keeps. Signs of P then say what it drops.
+        With dropout, signs of P say what it drops, see `Score.marks`, or it is drawn for the tile at position `index`.
         """
         products, n_blocks = self.warp.products, self.warp.products.score_blocks[1]
+        keep, survival = None, score.survival()
+        if score.draws_again:
+            keep = score.keep(self.warp.score_tile(self.warp.first_row(index) + self.warp.first_query()))
         _, lane_column = accumulator_lane(self.warp.state.at.lane)
         stats = products.statistics(self.warp.state, stage, 1) + (self.warp.first_query() + lane_column) * 8
         start = products.memory.table.offset("dscore")
@@ -277,8 +279,10 @@ class GradientRole:
             if n not in statistics:
                 statistics[n] = ptx.load_shared_pairs(stats + 64 * n)
             crossed, masks = products.crossing.load(address + offset, products.apart), (None, None)
-            if survival is not None:
+            if score.marks:
                 crossed, masks = unmark(crossed)
+            elif keep is not None:
+                masks = number_masks(keep(i))
             p, deltas = products.crossing.numbers(crossed), statistics[n][1::2]
             ds = [p[e] * gradient.change(dscore[2 * i + e], deltas[e], masks[e], survival) for e in range(2)]
             self.warp.add_to_sums(i, ds)

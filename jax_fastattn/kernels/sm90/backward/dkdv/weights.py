@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
+from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, number_masks, unmark
 from jax_fastattn.kernels.device.products import WarpgroupWords, Words
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Edge
@@ -59,13 +59,11 @@ class WeightExchange:
     def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns what is kept of P of S, and gives the weights to the other warpgroup; see `Differentiate`.
 
-        With dropout the signs of weights say which are dropped.
+        With dropout the signs of weights say which are dropped, unless weights have signs of their own.
         """
         stage, config = self.stage[0], self.shared.memory.config
         lse2 = self._stats(stage, 0)
-        # Dropout is drawn while the product runs.
-        keep = head.score.keep(self.mask.tile(head.work, index))
-        masks = None if keep is None else [ptx.move(keep(i)) for i in range(cute.size(self.product) // 2)]
+        masks = self._draw(head, index) if head.score.drops else None
         warpgroup.wait_group(flying)
         head = head.load(self.shared, index, stage)
         edge = self._edge(head, index, edges, first=first)
@@ -78,7 +76,8 @@ class WeightExchange:
         )
         if masks is not None:
             pairs = [keep_pair(*x) for x in zip(pairs, masks, strict=True)]
-            weights = [mark(*x) for x in zip(weights, masks, strict=True)]
+            if head.score.marks:
+                weights = [mark(*x) for x in zip(weights, masks, strict=True)]
         for i in range(0, len(weights), 4):
             ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
@@ -86,17 +85,20 @@ class WeightExchange:
 
     def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
-        del index, edges, first
+        del edges, first
         stage, config = self.stage[0], self.shared.memory.config
         delta = self._stats(stage, 1)
+        drawn = self._draw(head, index) if head.score.draws_again else None
         warpgroup.wait_group(flying)
         cute.arch.barrier(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         pairs = []
         for i in range(0, config.queries // 4, 4):
             for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
                 dprobabilities = [Float32(self.product[2 * j + e]) for e in range(2)]
-                if head.score.drops:
+                masks = None if drawn is None else number_masks(drawn[j])
+                if head.score.marks:
                     chunk, masks = unmark(chunk)
+                if masks is not None:
                     dprobabilities = [keep_number(*x) for x in zip(dprobabilities, masks, strict=True)]
                 weights = self.crossing.numbers(chunk)
                 values = [weights[e] * (dprobabilities[e] - delta[j // 2 * 2 + e]) for e in range(2)]
@@ -104,6 +106,12 @@ class WeightExchange:
                     kind.add(DscorePair(j, values))
                 pairs.append(self.words.pair(*values))
         return pairs
+
+    def _draw(self, head: QueryHead, index: Int32) -> list[Int32]:
+        """Returns the masks of dropout, drawn while the product runs."""
+        keep = head.score.keep(self.mask.tile(head.work, index))
+        assert keep is not None
+        return [ptx.move(keep(i)) for i in range(cute.size(self.product) // 2)]
 
     def _edge(self, head: QueryHead, index: Int32, edges: Edges | None, *, first: bool) -> Edge | None:
         """Returns what is hidden in a tile of queries; None if it is full."""

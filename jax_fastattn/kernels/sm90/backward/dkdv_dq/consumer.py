@@ -163,7 +163,7 @@ class DkdvDqConsumer:
             # After the exponentials this branch would keep ptxas from issuing dP between them.
             wgmma.wait(self.shared.dout_full + stage, phase)
             self.rows.zero_dead_queries(stage)
-        weights = products.probabilities(score, slopes, keep, at, edge)
+        weights, marked = products.probabilities(score, slopes, keep, at, edge)
         if edges is None or not self.spec.reads_edges:
             wgmma.wait(self.shared.dout_full + stage, phase)
         if edges is not None and not self.spec.listed:
@@ -171,10 +171,10 @@ class DkdvDqConsumer:
         if keep is None:
             products.start_dp(stage)
         else:
-            products.start_dropped_dp(stage, weights)
+            products.start_dropped_dp(stage, marked)
         products.add_dv(stage)
         warpgroup.wait_group(1)
-        dscores = products.dscores(weights, self.sums, marked=keep is not None)
+        dscores = products.dscores(weights, self.sums, marked=score.marks)
         products.add_dk(stage)
         self._wait_for_room()
         self._give_dscores(dscores)

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, unmark
+from jax_fastattn.kernels.device.kept import keep_marked, keep_number, keep_pair, mark, unmark
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import (
     LeftFactor,
@@ -157,23 +157,29 @@ class DkdvDqProducts:
 
     def probabilities(
         self, score: Score, slopes: list[Int32], keep: Keep | None, tile: ScoreTile, edge: Edge | None
-    ) -> list[Int32]:
-        """Turns S into P, the left factor of dV; returns pairs of weights, see `score.py`.
+    ) -> tuple[list[Int32], list[Int32]]:
+        """Turns S into P, the left factor of dV.
 
-        With dropout, signs say which weights are dropped.
+        Returns:
+            pairs of weights, see `score.py`, and pairs whose signs say which of them dropout drops. These are the
+            weights, or P if weights have signs of their own.
         """
         probabilities, weights = Weights(score, tile, self.scores).weighed_pairs(
             self.words, self.weight_words, lambda i, at: self._weighed(score, i, slopes, at, edge)
         )
         if keep is not None:
             masks = [keep(i) for i in range(len(probabilities))]
-            for i, (pair, mask) in enumerate(zip(probabilities, masks, strict=True)):
-                self.p_factor.put(i, keep_pair(pair, mask))
-            return [mark(*x) for x in zip(weights if slopes else probabilities, masks, strict=True)]
+            kept = [(keep_pair if score.marks else keep_marked)(*x) for x in zip(probabilities, masks, strict=True)]
+            for i, pair in enumerate(kept):
+                self.p_factor.put(i, pair)
+            if not score.marks:
+                return weights, kept
+            marked = [mark(*x) for x in zip(weights if slopes else probabilities, masks, strict=True)]
+            return marked, marked
         for i, pair in enumerate(probabilities):
             self.p_factor.put(i, pair)
         # Weights are P itself where slopes are 1 and words are the same; a product in flight reads its registers.
-        return weights if slopes or self.weight_words != self.words else self.p_factor.copied()
+        return weights if slopes or self.weight_words != self.words else self.p_factor.copied(), []
 
     def _weighed(
         self, score: Score, i: int, slopes: list[Int32], at: Element, edge: Edge | None
@@ -192,12 +198,12 @@ class DkdvDqProducts:
         steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
         wgmma.gemm_steps(self.scores, [self._minus(stage, 1), *steps], accumulate=False)
 
-    def start_dropped_dp(self, stage: Int32, weights: list[Int32]) -> None:
-        """Computes dP, and starts to subtract delta from what is kept of it; see `probabilities` for weights."""
+    def start_dropped_dp(self, stage: Int32, marked: list[Int32]) -> None:
+        """Computes dP, and starts to subtract delta from what is kept of it; see `probabilities` for marked pairs."""
         steps = wgmma.steps_of(self.score_mma, self.value, self.dout[None, None, None, stage])
         wgmma.gemm_steps(self.scores, steps, accumulate=False)
         warpgroup.wait_group(0)
-        for i, pair in enumerate(weights):
+        for i, pair in enumerate(marked):
             for e, mask in enumerate(unmark(pair)[1]):
                 self.scores[2 * i + e] = keep_number(self.scores[2 * i + e], mask)
         wgmma.gemm_steps(self.scores, [self._minus(stage, 1)], accumulate=True)

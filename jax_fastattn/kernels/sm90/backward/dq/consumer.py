@@ -219,8 +219,9 @@ class DqConsumer:
         return ScoreTile(self.work.row + self.row, tile, keys, self.lane_column, n_blocks=keys // 8)
 
     def _probabilities(self, tile: ScoreTile) -> None:
-        """Turns S into weights, see `score.py`. With dropout their signs say which are dropped."""
-        weights, reading, keep = self.products.score, self.score.read(tile), self.score.keep(tile)
+        """Turns S into weights, see `score.py`; their signs may say which are dropped, see `Score.marks`."""
+        weights, reading = self.products.score, self.score.read(tile)
+        keep = self.score.keep(tile) if self.score.marks else None
         for i in range(cute.size(weights)):
             at = tile.at(i)
             _, weights[i] = reading.gradient(weights[i], self.stats[at.i].lse2, at)
@@ -230,13 +231,15 @@ class DqConsumer:
     def _dscores(self, tile: ScoreTile, edge: Edge | None) -> None:
         """Turns dP into dS, the left factor of dQ, 0 where a query does not see the key: it may be no number there."""
         products, score, dscore = self.products, self.products.score, self.products.dscore
+        keep = self.score.keep(tile) if self.score.draws_again else None
         for pair in range(cute.size(score) // 2):
-            values = []
+            values, masks = [], [None, None] if keep is None else number_masks(keep(pair))
             for i in (2 * pair, 2 * pair + 1):
                 at = tile.at(i)
-                weight, dprobability = score[i], dscore[i]
-                if self.score.drops:
+                weight, dprobability, mask = score[i], dscore[i], masks[i % 2]
+                if self.score.marks:
                     weight, mask = unmark_number(weight)
+                if mask is not None:
                     dprobability = keep_number(dprobability, mask)
                 value = weight * (dprobability - self.stats[at.i].delta)
                 values.append(value if edge is None else edge.select(value, at))
