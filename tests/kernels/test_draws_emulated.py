@@ -67,6 +67,12 @@ def test_samples_have_dropout() -> None:
         assert 4 <= sum(found) <= 14
 
 
+def test_samples_have_functions_next_to_dropout() -> None:
+    for arch in emulated_draws.ARCHS:
+        cases = [case for case in emulated_draws.draws(34, 24, arch) if has_random_dropout(case)]
+        assert 2 <= sum(map(has_random_score, cases)) <= len(cases) - 2
+
+
 @pytest.mark.parametrize(("op", "result"), [("forward", 0), ("backward", 1)])
 def test_a_wrong_result_fails(op: str, result: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One element of the log-sum-exp, or of a gradient."""
