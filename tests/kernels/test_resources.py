@@ -16,16 +16,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 import resources
 from resources import KernelResources, kept_resources
 
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.cases.coverage import ALL_ROWS, COVERAGE, ONE_ROW
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.spec import Problem
 
 pytestmark = [
     pytest.mark.slow,
@@ -455,6 +459,49 @@ def test_kernels_with_dropout_spill_little(spec: KernelSpec) -> None:
     _assert_fits(spec, kept_resources(spec), _dropout_specs()[spec])
 
 
+# Local memory of kernels with dropout, a causal mask and a function of scores: one that adds a term, and one whose
+# slopes have both signs. Backward passes have the gradient of its array.
+DROPPED_SCORES = {
+    ("alibi", "sm_90a", "forward", (64, 64)): 16,
+    ("alibi", "sm_90a", "forward", (128, 128)): 0,
+    ("alibi", "sm_90a", "backward", (64, 64)): 0,
+    ("alibi", "sm_90a", "backward", (128, 128)): 112,
+    ("alibi", "sm_80", "backward", (64, 64)): 80,
+    ("turned", "sm_90a", "forward", (128, 128)): 0,
+    ("turned", "sm_90a", "backward", (64, 64)): 0,
+    ("turned", "sm_90a", "backward", (128, 128)): 64,
+    ("turned", "sm_90a", "backward", (192, 128)): 0,
+    ("turned", "sm_80", "backward", (128, 128)): 80,
+}
+
+
+def _dropped_score_specs() -> dict[KernelSpec, int]:
+    """Returns kernels with dropout and a function of scores, and the local memory of each."""
+    slopes, rows = jnp.zeros(2), jnp.zeros(64)
+    mods = {
+        "alibi": lambda s, b, h, q, k: s - slopes[h] * (q - k),
+        "turned": lambda s, b, h, q, k: s * jnp.tanh(rows[q]),
+    }
+    found, x = {}, jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
+    for (name, arch, op, dims), local_bytes in DROPPED_SCORES.items():
+        with jax.numpy_dtype_promotion("standard"):
+            spec, operands = canonicalize(x, x, x, score_mod=mods[name])
+        family = "sm90" if arch == "sm_90a" else "sm80"
+        functions = codes.score_function(spec.score_mod, Problem.of(spec, operands).planes, exact=family == "sm80")
+        features = {**CAUSAL, "features": (*functions, codes.DROPOUT), "dplane": 0 if op == "backward" else None}
+        found[_spec(family, op, arch, dims, features)] = local_bytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "local_bytes"),
+    _dropped_score_specs().items(),
+    ids=["-".join(map(str, x)) for x in DROPPED_SCORES],
+)
+def test_kernels_with_dropout_of_scores_spill_little(spec: KernelSpec, local_bytes: int) -> None:
+    _assert_fits(spec, kept_resources(spec), local_bytes)
+
+
 def _listed_specs() -> list[KernelSpec]:
     """Each portable kernel with lists, and one that adds in semaphore order."""
     specs = [_spec("sm80", op, arch, dims, LISTED) for arch, op, dims in LISTED_ROWS]
@@ -545,6 +592,9 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
         named += [("listed", spec) for spec in _listed_specs()]
         named += [("compared", spec) for spec in _compared_specs()]
         named += [("dropout", spec) for spec in _dropout_specs()]
+        named += [
+            (f"{name}-dropout", spec) for spec, (name, *_) in zip(_dropped_score_specs(), DROPPED_SCORES, strict=True)
+        ]
         named += [
             (features, spec) for spec, (_, _, features, _) in zip(_portable_bias_specs(), PORTABLE_BIASES, strict=True)
         ]
