@@ -66,6 +66,8 @@ def _choose(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 MASKS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "d64": (64, "bfloat16", "default", {}),
     "d64-causal": (64, "float16", "default", {"is_causal": True}),
+    # Signs of weights say nothing of dropout.
+    "d64-function": (64, "bfloat16", "default", {"score_mod": lambda score, *at: -0.5 * score}),
     "d96": (96, "bfloat16", "default", {"broadcast_dropout": True}),
     "d128": (128, "bfloat16", "default", {}),
     "d128-window": (128, "bfloat16", "default", {"local_window_size": (300, 20), "deterministic": True}),
