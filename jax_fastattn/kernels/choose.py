@@ -350,7 +350,7 @@ def kernel_spec(
     dplane: int | None = None,
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
-    spec = (problem := problem_by_rows(problem)).spec
+    spec = (problem := problem_by_rows(problem, sums_plane=dplane is not None)).spec
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"

@@ -213,15 +213,18 @@ class ScoreParts:
         """
         return analysis.keeps_nan(self.code)
 
-    def is_tame(self, result: int, *, finite_score: bool) -> bool:
+    def is_tame(self, result: int, *, finite_score: bool, packed: bool) -> bool:
         """Returns whether a result is a finite number in the backward pass, even for a row past the end.
 
         Args:
             result: which one.
             finite_score: see `analysis.is_tame`. A row past the end may have the bias of another row.
+            packed: whether rows past the end have the numbers of another packed sequence. Sums and products of numbers
+                that nobody sees may overflow, where those past the end of an array are 0.
         """
+        finite_planes = self.makes_planes_finite and not packed
         results = self.code.results[result : result + 1]
-        return analysis.is_tame(self.code, results, finite_planes=self.makes_planes_finite, finite_score=finite_score)
+        return analysis.is_tame(self.code, results, finite_planes=finite_planes, finite_score=finite_score)
 
     @property
     def slope_is_one(self) -> bool:

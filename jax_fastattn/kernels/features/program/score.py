@@ -29,6 +29,7 @@ class _Program(Feature):
     Attributes:
         parts: what is compiled in.
         finite_score: whether what the function gets is a finite number, even past the end of the sequence.
+        packed: whether rows are those of packed sequences.
         bounds_logits: whether logits have to be made numbers, see `_MOST`.
         planes: the planes of the launch, or of the head since `start`.
         summed: the plane whose gradient is summed; None if none is.
@@ -38,6 +39,7 @@ class _Program(Feature):
 
     parts: ScoreParts
     finite_score: bool
+    packed: bool
     bounds_logits: bool
     planes: PlaneReader
     summed: int | None = None
@@ -56,10 +58,11 @@ class _Program(Feature):
     def of(cls, code: Code, arguments: FeatureArguments) -> "_Program":
         """Returns the function of a launch."""
         (parts,) = code.constants
-        finite_score = arguments.spec.bias is None or not cls._reads_score
-        bounds = arguments.spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score)
+        spec = arguments.spec
+        finite_score = spec.bias is None or not cls._reads_score
+        bounds = spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score, packed=spec.packed)
         planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
-        return cls(parts, finite_score, bounds, planes, arguments.spec.dplane)
+        return cls(parts, finite_score, spec.packed, bounds, planes, spec.dplane)
 
     def start(self, head: Head) -> "_Program":
         """Returns the function with its numbers of a query head."""
@@ -84,7 +87,8 @@ class _Program(Feature):
     def has_wild_slopes(self) -> bool:
         """Returns whether a derivative may be no number where P is 0."""
         results = [1] if self.summed is None else [1, 2 + self.summed]
-        return not all(self.parts.is_tame(result, finite_score=self.finite_score) for result in results)
+        known = {"finite_score": self.finite_score, "packed": self.packed}
+        return not all(self.parts.is_tame(result, **known) for result in results)
 
     def _bounded(self, x: Any) -> Float32:
         x = register("f", x)
