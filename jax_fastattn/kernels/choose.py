@@ -304,8 +304,8 @@ def reads_pages(problem: Problem) -> bool:
 
 
 def _has_placed_features(problem: Problem) -> bool:
-    """Returns whether a feature asks where a score lies, see `Code.is_placed`."""
-    return any(code.is_placed for code in _features(problem, "decode", "sm80"))
+    """Returns whether a feature asks where a score lies, and has no instance for each row; see `Code.is_placed`."""
+    return any(code.is_placed and not code.has_rows for code in _features(problem, "decode", "sm80"))
 
 
 def _fills_gpu(problem: Problem) -> bool:

@@ -31,7 +31,9 @@ class Code:
         score_nbytes: bytes that it loads to shared memory for each score of a tile.
         registers: registers of a lane that keep its numbers from tile to tile.
         is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
-            heads, refuse such a feature.
+            heads, refuse such a feature, unless it has an instance for each row.
+        has_rows: whether a decoding kernel makes an instance of it for each of a lane's two rows, which have a query
+            and a head of their own each. It may then have the hooks `start`, `read` and `logit`.
         is_steep: whether the derivative of its logit by the score may be greater than 1.
     """
 
@@ -43,6 +45,7 @@ class Code:
     score_nbytes: int = 0
     registers: int = 0
     is_placed: bool = True
+    has_rows: bool = False
     is_steep: bool = False
 
 
@@ -269,4 +272,5 @@ def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *,
     registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
     operands = _plane_operands(found)
     is_steep = not parts.slope_is_one
-    return (Code("score function", feature, hooks, (parts,), operands, registers=registers, is_steep=is_steep),)
+    costs = {"registers": registers, "is_steep": is_steep}
+    return (Code("score function", feature, hooks, (parts,), operands, has_rows=True, **costs),)

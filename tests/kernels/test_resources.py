@@ -288,6 +288,19 @@ def test_score_functions_of_packed_sequences_fit(name: str, family: str, arch: s
     _assert_fits(spec, kept_resources(spec), FUNCTION_LOCAL_BYTES.get((name, arch, op, head_dim), 0))
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_score_functions_of_few_queries_fit(name: str, family: str, arch: str, head_dim: int, rows: int) -> None:
+    """None of them has local memory."""
+    features = {**CAUSAL, "group": 8, "query_offset": True, "key_value_seq_lengths": True}
+    found = _functions(name, family)
+    key = KernelSpec("decode", arch, "bfloat16", head_dim, head_dim, family=family, features=found, **features)  # pyright: ignore[reportArgumentType]
+    spec = configured(key, rows=rows)
+    _assert_fits(spec, kept_resources(spec), 0)
+
+
 # Portable rows for float32 operands: each tiling once. None of them has local memory.
 SPLIT_ROWS = [
     ("sm_80", "forward", (64, 64)),

@@ -23,6 +23,7 @@ from test_score_mods import reference
 from testing.poison import poison
 
 from jax_fastattn.canonical.packed import canonicalize
+from jax_fastattn.kernels.choose import forward_spec
 from jax_fastattn.kernels.support import gradient_reasons, unsupported_reasons
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
@@ -148,6 +149,31 @@ def test_calls(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_mask_function_next_to_one_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of `attention` run it, for which places in a sequence are planes."""
     check("sm_80", monkeypatch, *call(of_rows, mask_mod=CASES["mask-function"][2]["mask_mod"]))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_few_queries_next_to_a_mask_function(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run a decoding kernel, for which XLA makes bits of rows."""
+    random, starts, starts_k = np.random.default_rng(1), jnp.array([1, 3, 3, 5]), jnp.array([0, 70, 75, 185])
+    columns = jnp.asarray(random.standard_normal((4, 200)), jnp.float32)
+    slopes = jnp.asarray(random.standard_normal((3, 4)) / 8, jnp.float32)
+    query, key, value = (
+        jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in ((6, 4, 64), (200, 2, 64), (200, 2, 64))
+    )
+    spec, operands = canonicalize(
+        *(query, key, value, starts, starts_k),
+        score_mod=lambda s, b, h, q, k: s - slopes[b, h] * (q - k) + columns[h, starts_k[b] + k],
+        mask_mod=lambda b, h, q, k: (q + k + h) % 3 != 0,
+        is_causal=True,
+        query_offset="bottom_right",
+    )
+    problem = Problem.of(spec, operands)
+    assert not unsupported_reasons(problem, arch) and forward_spec(problem, arch).op == "decode"
+    emulated_ops.emulate(monkeypatch, arch)
+    found, lse = cuda.forward(spec, poison(spec, operands, query[None])[0])
+    (expected, expected_lse), _ = reference(spec, operands, [*QKV], jnp.zeros_like(found))
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(expected_lse), atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), np.asarray(expected), atol=2**-7 * 3)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
