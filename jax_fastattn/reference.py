@@ -114,11 +114,18 @@ def survival(operands: Operands, dtype: Any) -> jax.Array:
     rows = [jnp.arange(x.shape[1], dtype=jnp.int32) for x in (operands.query, operands.key)]
     starts = None
     if operands.sequences is not None:
-        ids = [packed.token_ids(operands.sequences, len(x), of_keys=i == 1) for i, x in enumerate(rows)]
-        of_queries, of_keys = packed.token_starts(operands.sequences, ids[0], ids[1])
+        of_queries, of_keys = first_rows(operands)
         starts = of_queries[:, None], of_keys[:, None]
     kept = dropout.kept(operands.dropout, rows[0], rows[1], starts)
     return jnp.where(kept, dropout.factor(operands.dropout, dtype)[..., None, None], 0.0)
+
+
+def first_rows(operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns the first row of the packed sequence of each query `[B, T]` and of each key `[B, S]`."""
+    assert operands.sequences is not None
+    sides = operands.query, operands.key
+    ids = [packed.token_ids(operands.sequences, x.shape[1], of_keys=i == 1) for i, x in enumerate(sides)]
+    return packed.token_starts(operands.sequences, ids[0], ids[1])
 
 
 def paged_reference(spec: AttentionSpec, operands: PagedOperands) -> tuple[jax.Array, jax.Array]:
@@ -190,7 +197,8 @@ def of_pairs(
         x = jnp.broadcast_to(x, (batch, heads, *x.shape[2:]))
         if place.plane.kind == "table":
             return functools.partial(look_up, place) if isinstance(program, Code) else table(place)
-        at = {"head": (), "query": (i,), "key": (j,), "distance": (j - i + queries,)}[place.plane.kind]
+        distance = leaves["key"] - leaves["query"] + queries
+        at = {"head": (), "query": (i,), "key": (j,), "distance": (distance,)}[place.plane.kind]
         found = x[b, h, place.start, *at]
         return found if visible is None or place.plane.dtype == "i" else jnp.where(visible, found, HARMLESS)
 
@@ -205,6 +213,9 @@ def of_pairs(
     number = 1
     if scores is not None and visible is not None:
         program, number, leaves["score"] = spec.score_mod, 0, jnp.where(visible, scores, HARMLESS)
+        if isinstance(program, Code) and operands.sequences is not None:  # such a code counts inside of sequences
+            of_queries, of_keys = first_rows(operands)
+            leaves |= {"query": i - of_queries[:, None, :, None], "key": j - of_keys[:, None, None, :]}
     assert program is not None
     planes = [read(place) for place in places((spec.score_mod, spec.mask_mod))[number]]
     if isinstance(program, Code):

@@ -4,17 +4,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fastattn.canonical import arguments, dropout, validation
-from jax_fastattn.canonical.programs import programs
+from jax_fastattn.canonical.programs import of_rows, programs
 from jax_fastattn.layouts import packed
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.block_mask import BlockMask
+from jax_fastattn.programs.planes import PackedRows, Rows
 from jax_fastattn.spec import AttentionSpec, Operands
 
 
@@ -46,9 +46,9 @@ def canonicalize(
     sequences = packed.sequences(starts_q, starts_k, (axes["T"], axes["S"]))
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)
-    lengths = axes["T"], axes["S"]
-    mods = (in_sequences(mod, sequences, lengths) for mod in (score_mod, mask_mod))
-    found, planes = programs(axes, q.dtype, *mods)
+    rows = None if score_mod is None and mask_mod is None else packed_rows(sequences, (axes["T"], axes["S"]))
+    mask_mod = mask_mod if rows is None else of_rows(mask_mod, rows)
+    found, planes = programs(axes, q.dtype, score_mod, mask_mod, rows)
     operands = Operands(
         query=q,
         key=k,
@@ -63,23 +63,14 @@ def canonicalize(
     return arguments.resolve(operands, **static, **found)
 
 
-def in_sequences(mod: Any, sequences: jax.Array, lengths: tuple[int, int]) -> Any:
-    """Returns a function of rows that gives one of the user's the number of a sequence, and the places in it."""
-    if not callable(mod) or isinstance(mod, type):
-        return mod
-    query_ids, key_ids = (
-        jnp.maximum(packed.token_ids(sequences[None], length, of_keys=of_keys)[0], 0)
-        for length, of_keys in zip(lengths, (False, True), strict=True)
-    )
-    numbers = jnp.maximum(query_ids - 1, 0)  # the first of the sequences is padding
-    first_queries, first_keys = sequences[query_ids, 0], sequences[key_ids, 2]
-
-    @functools.wraps(mod)
-    def of_rows(*args: jax.Array) -> Any:
-        *score, _, h, q, k = args
-        return mod(*score, numbers[q], h, q - first_queries[q], k - first_keys[k])
-
-    return of_rows
+def packed_rows(sequences: jax.Array, lengths: tuple[int, int]) -> PackedRows:
+    """Returns the rows of both sides, as functions count them, given the sequences `[M, 4]` and T and S."""
+    found: list[Rows] = []
+    for side, length in enumerate(lengths):
+        ids = jnp.maximum(packed.token_ids(sequences[None], length, of_keys=side == 1)[0], 0)
+        places = jnp.arange(length, dtype=jnp.int32) - sequences[ids, 2 * side]
+        found.append(Rows(jnp.maximum(ids - 1, 0), places))  # the first of the sequences is padding
+    return PackedRows(*found)
 
 
 def _packed_offset(query_offset: Any, sequences: jax.Array) -> jax.Array | None:

@@ -20,21 +20,26 @@ from jax_fastattn.programs import planes
 from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.function import Function, Program
 from jax_fastattn.programs.lower import Cut, NoCodeError, lower_mask, lower_score
+from jax_fastattn.programs.planes import PackedRows
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, Graph, trace_call
 
 
-def programs(axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+def programs(
+    axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any, rows: PackedRows | None = None
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Returns the programs by the names that a spec has for them, and operands by name.
 
     Args:
         axes: the sizes of the call.
         dtype: the dtype of the query.
         score_mod, mask_mod: functions, or a `BlockMask` in the place of the latter.
+        rows: of packed sequences. The code of `score_mod` then counts inside the sequence. A function that has no code,
+            and `mask_mod`, which takes rows of the arrays, do not.
     """
     if score_mod is None and mask_mod is None:
         return {}, {}
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
-    score, of_score = _program("score_mod", score_mod, sizes, wide)
+    score, of_score = _program("score_mod", score_mod, sizes, wide, rows)
     if isinstance(mask_mod, BlockMask):
         mask, of_mask = mask_mod.program, [lax.stop_gradient(x) for x in mask_mod.planes]
     else:
@@ -50,19 +55,36 @@ def mask_planes(axes: Axes, dtype: Any, mask_mod: Any) -> tuple[Program | None, 
 
 
 def _program(
-    name: str, function: Any, sizes: tuple[int, int, int, int], wide: Any
+    name: str, function: Any, sizes: tuple[int, int, int, int], wide: Any, rows: PackedRows | None = None
 ) -> tuple[Program | None, list[jax.Array]]:
     if function is None:
         return None, []
     names = SCORE_ARGUMENTS if name == "score_mod" else MASK_ARGUMENTS
-    graph, found = trace_call(name, function, {x: wide if x == "score" else np.int32 for x in names})
+    arguments = {x: wide if x == "score" else np.int32 for x in names}
+    graph, found = trace_call(name, function, arguments)
     captured = [_unsplit(x) for x in found]
     # A graph that no other one equals would leave an entry for each call.
     lower = _lowered if graph.is_stable else _lowered.__wrapped__
-    code, cuts, reason = lower(graph, np.dtype(wide), name == "mask_mod")
-    if code is None:
-        return _whole(name, graph, captured, sizes, wide, reason)
-    return code, planes.arrays(graph, cuts, captured, sizes, wide)
+    code, cuts, reason = lower(graph, np.dtype(wide), name == "mask_mod", rows is not None)
+    if code is not None:
+        return code, planes.arrays(graph, cuts, captured, sizes, wide, rows)
+    if rows is not None:
+        graph, found = trace_call(name, of_rows(function, rows), arguments)
+        captured = [_unsplit(x) for x in found]
+    return _whole(name, graph, captured, sizes, wide, reason)
+
+
+def of_rows(mod: Any, rows: PackedRows) -> Any:
+    """Returns a function of rows that gives one of the user's the number of a sequence, and the places in it."""
+    if not callable(mod) or isinstance(mod, type):
+        return mod
+
+    @functools.wraps(mod)
+    def function(*args: jax.Array) -> Any:
+        *score, _, h, q, k = args
+        return mod(*score, rows.query.sequence[q], h, rows.query.place[q], rows.key.place[k])
+
+    return function
 
 
 def _unsplit(x: Any) -> Any:
@@ -73,10 +95,10 @@ def _unsplit(x: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _lowered(graph: Graph, wide: Any, is_mask: bool) -> tuple[Code | None, tuple[Cut, ...], str]:
+def _lowered(graph: Graph, wide: Any, is_mask: bool, of_sequences: bool) -> tuple[Code | None, tuple[Cut, ...], str]:
     """Returns code and planes of a graph; None and why there is no code. An eager call comes here each time."""
     try:
-        code, cuts = lower_mask(graph) if is_mask else lower_score(graph, wide)
+        code, cuts = lower_mask(graph) if is_mask else lower_score(graph, wide, of_sequences=of_sequences)
     except NoCodeError as error:
         return None, (), str(error)
     return code, tuple(cuts), ""

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fastattn.canonical.packed import in_sequences
-from jax_fastattn.canonical.programs import mask_planes
+from jax_fastattn.canonical.packed import packed_rows
+from jax_fastattn.canonical.programs import mask_planes, of_rows
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.function import Program
 
@@ -107,7 +107,7 @@ def mask_operands(
     axes: Any = {name: sizes[name] for name in "BNTS"}
     function = mask_function(number, sizes["T"], arrays, is_packed=sequences is not None)
     if sequences is not None:
-        function = in_sequences(function, sequences, (sizes["T"], sizes["S"]))
+        function = of_rows(function, packed_rows(sequences, (sizes["T"], sizes["S"])))
     program, found = mask_planes(axes, dtype, function)
     return program, planes.stack((None, program), ([], found))
 

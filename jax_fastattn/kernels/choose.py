@@ -298,8 +298,8 @@ def reads_pages(problem: Problem) -> bool:
 
 
 def _has_placed_features(problem: Problem) -> bool:
-    """Returns whether a feature asks where a score lies, see `Code.is_placed`."""
-    return any(code.is_placed for code in _features(problem, "decode", "sm80"))
+    """Returns whether a feature asks where a score lies, and has no instance for each row; see `Code.is_placed`."""
+    return any(code.is_placed and not code.has_rows for code in _features(problem, "decode", "sm80"))
 
 
 def _fills_gpu(problem: Problem) -> bool:
@@ -344,7 +344,7 @@ def kernel_spec(
     dplane: int | None = None,
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
-    spec = (problem := problem_by_rows(problem)).spec
+    spec = (problem := problem_by_rows(problem, sums_plane=dplane is not None)).spec
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"

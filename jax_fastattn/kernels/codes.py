@@ -31,7 +31,9 @@ class Code:
         score_nbytes: bytes that it loads to shared memory for each score of a tile.
         registers: registers of a lane that keep its numbers from tile to tile.
         is_placed: whether it asks where a score lies, or for the head of one. Decoding kernels, whose rows have several
-            heads, refuse such a feature.
+            heads, refuse such a feature, unless it has an instance for each row.
+        has_rows: whether a decoding kernel makes an instance of it for each of a lane's two rows, which have a query
+            and a head of their own each. It may then have the hooks `start`, `read` and `logit`.
         is_steep: whether the derivative of its logit by the score may be greater than 1, or negative.
     """
 
@@ -43,6 +45,7 @@ class Code:
     score_nbytes: int = 0
     registers: int = 0
     is_placed: bool = True
+    has_rows: bool = False
     is_steep: bool = False
 
 
@@ -239,15 +242,18 @@ class ScoreParts:
         """
         return analysis.keeps_nan(self.code)
 
-    def is_tame(self, result: int, *, finite_score: bool) -> bool:
+    def is_tame(self, result: int, *, finite_score: bool, packed: bool) -> bool:
         """Returns whether a result is a finite number in the backward pass, even for a row past the end.
 
         Args:
             result: which one.
             finite_score: see `analysis.is_tame`. A row past the end may have the bias of another row.
+            packed: whether rows past the end have the numbers of another packed sequence. Sums and products of numbers
+                that nobody sees may overflow, where those past the end of an array are 0.
         """
+        finite_planes = self.makes_planes_finite and not packed
         results = self.code.results[result : result + 1]
-        return analysis.is_tame(self.code, results, finite_planes=self.makes_planes_finite, finite_score=finite_score)
+        return analysis.is_tame(self.code, results, finite_planes=finite_planes, finite_score=finite_score)
 
     @property
     def slope_is_one(self) -> bool:
@@ -291,8 +297,8 @@ def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *,
     feature = f"{_FEATURES}.program.score:{name}"
     registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
     operands = _plane_operands(parts.places)
-    is_steep = not parts.slope_is_one
-    return (Code("score function", feature, hooks, (parts,), operands, registers=registers, is_steep=is_steep),)
+    costs = {"registers": registers, "is_steep": not parts.slope_is_one}
+    return (Code("score function", feature, hooks, (parts,), operands, has_rows=True, **costs),)
 
 
 def _parts(program: Program, shapes: tuple[tuple[str, int, int], ...], *, exact: bool) -> ScoreParts:

@@ -29,8 +29,9 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.of_launch import features_of
 from jax_fastattn.kernels.features.places import Element, Head, LoadedTile, Logit, ScoreTile
-from jax_fastattn.kernels.features.visible.bits import BitRow, Bits, LiveColumns, LiveRow
-from jax_fastattn.kernels.features.visible.bounds import Visibility, hide
+from jax_fastattn.kernels.features.visible.bits import Bits
+from jax_fastattn.kernels.features.visible.bounds import hide
+from jax_fastattn.kernels.features.visible.edge import Edge, EdgeRows
 from jax_fastattn.kernels.features.visible.row_bits import SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.tiles.plan import Limits, LiveRange
@@ -41,37 +42,6 @@ _TINY_SCALE = 2.0**-120
 
 # It maps the index of a pair of neighbors in an accumulator to their masks, see `Feature.keep`.
 Keep = Callable[[int], Int32]
-
-EdgeRows = Sequence[Visibility] | Sequence[BitRow] | Sequence[LiveRow] | Sequence[LiveColumns]
-
-
-@dataclass(eq=False)
-class Edge:
-    """What is hidden in an edge tile.
-
-    Attributes:
-        rows: what each of the lane's accumulator rows sees: by its limits, by bits, or by what is live.
-        rules: features that hide scores.
-    """
-
-    rows: EdgeRows
-    rules: tuple[Feature, ...]
-    _are_read: bool = False
-
-    def select(self, x: Float32, at: Element) -> Float32:
-        """Returns x where the score counts, else 0. It is a select, not a product: a hidden value may be no number."""
-        if not self._are_read:
-            # All scores are of one tile.
-            self.rules, self._are_read = _each(self.rules, "read", at.tile), True
-        x = self.rows[at.i].select(x, at.column)
-        for rule in self.rules:
-            x = ptx.where(rule.sees(at), x, Float32(0.0))
-        return x
-
-    def weigh(self, probability: Float32, weight: Float32, at: Element) -> tuple[Float32, Float32]:
-        """Returns P and its weight where the score counts, else 0."""
-        seen = self.select(probability, at)
-        return seen, seen if weight is probability else self.select(weight, at)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, s
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
+from jax_fastattn.layouts.packed_scores import has_rows_code
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.analysis import is_wild, terms
 from jax_fastattn.programs.code import Code, Place, places
@@ -170,8 +171,6 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
     program = problem.spec.score_mod
     if program is None:
         return []
-    if problem.num_sequences:
-        return [("no kernel evaluates `score_mod` of packed sequences", 'pass `implementation="xla"`')]
     if not isinstance(program, Code):
         return [(f"`score_mod` has no code, because {program.reason}", "or pass an array as `bias`")]
     found: list[tuple[str, str]] = []
@@ -181,7 +180,13 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
     if unknown := sorted({op for op, *_ in program.instructions} - SCORE_OPS):
         text = f"`score_mod` computes {', '.join(f'`{op}`' for op in unknown)}, which has no instruction in the kernels"
         found.append((text, "compute it ahead of the call"))
-    if is_known(problem.query_length) and problem.query_length % _QUERIES and is_wild(program):
+    if problem.num_sequences and problem.spec.mask_mod is not None and not has_rows_code(program):
+        text = "no kernel evaluates `score_mod` with numbers of distances of packed sequences next to a `mask_mod`"
+        found.append((text, 'pass `implementation="xla"`'))
+    if problem.num_sequences and is_wild(program):
+        text = "`score_mod` may be no number past the last query of a packed sequence"
+        found.append((text, 'pass `implementation="xla"`'))
+    elif is_known(problem.query_length) and problem.query_length % _QUERIES and is_wild(program):
         text = (
             f"`score_mod` may be no number past the last query, and {_QUERIES} does not divide {problem.query_length}"
         )
@@ -215,6 +220,10 @@ def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]
         text = f"{len(found)} planes, {numbers}"
     elif kinds == {"table"}:
         text = numbers
+    elif problem.num_sequences and not has_rows_code(problem.spec.score_mod):
+        text = f"{numbers} of packed sequences{'' if kinds == {'distance'} else ' next to a plane of distances'}"
+    elif problem.num_sequences and _has_many_bits(problem):
+        text = f"{numbers} of packed sequences, of which bits would take more than {MAX_BITS_NBYTES >> 20} MiB"
     elif kinds == {"key"} and not _is_one(problem.spec.score_mod, number):
         text = f"{numbers} that are not just added to the score"
     elif bias is not None and "bias" in wanted:
@@ -224,6 +233,15 @@ def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]
     prefix = "no kernel computes gradients of arrays that `score_mod` captures, for "
     remedy = 'pass `implementation="xla"`, or stop their gradient'
     return [Reason("captured", prefix + text, remedy)] if text else []
+
+
+def _has_many_bits(problem: Problem) -> bool:
+    """Returns whether bits of all pairs may take too much memory, which say what causal and window show of rows.
+
+    Tiles reach up to 255 rows past the end.
+    """
+    pairs = (problem.query_length + 255) * (problem.key_length + 255) * problem.batch
+    return problem.spec.bounds != (None, None) and pairs > 8 * MAX_BITS_NBYTES
 
 
 def _is_one(program: Program | None, plane: int) -> bool:

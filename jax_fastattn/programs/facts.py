@@ -6,12 +6,15 @@ A number is a plane if it reads a captured array and depends on no index of the 
 taken as far up as its kind stays the kind of an array that it reads: `slopes[h] * (k - q)` reads a plane of heads and
 multiplies, while `table[bucket(k - q), h]` is a plane of distances, bucket included. So is what depends on batch entry
 or head alone, and what depends on a query or a key alone and is not linear in it.
+
+In a call of packed sequences the batch entry of a function is the number of a sequence, which a row of the packed array
+decides: a number of a sequence is one of its queries, or of its keys where it depends on the key as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,11 +32,13 @@ class Facts:
         depends: names of arguments, and "distance" for key - query.
         affine: a, b, c of `a * query + b * key + c`; None for other values.
         is_own: whether it becomes a plane, if it has a kind.
+        of_sequences: whether batch entries are numbers of packed sequences.
     """
 
     depends: frozenset[str]
     affine: tuple[int, int, int] | None = None
     is_own: bool = False
+    of_sequences: bool = False
 
     @property
     def kind(self) -> Kind | None:
@@ -41,18 +46,20 @@ class Facts:
         at = self.depends & {"query", "key", "distance"}
         if "score" in self.depends or len(at) > 1:
             return None
+        if self.of_sequences and "batch" in self.depends:
+            return None if "distance" in at else "key" if "key" in at else "query"
         return next(iter(at)) if at else "head"  # pyright: ignore[reportReturnType] (the three names are kinds)
 
 
-def facts(graph: Graph) -> list[Facts]:
-    """Returns the facts of each value."""
+def facts(graph: Graph, *, of_sequences: bool = False) -> list[Facts]:
+    """Returns the facts of each value; see `Facts.of_sequences`."""
     found: list[Facts] = []
     for value in graph.values:
-        found.append(_facts_of(graph, value, found))
+        found.append(replace(_facts_of(graph, value, found, of_sequences), of_sequences=of_sequences))
     return found
 
 
-def _facts_of(graph: Graph, value: Value, before: Sequence[Facts]) -> Facts:
+def _facts_of(graph: Graph, value: Value, before: Sequence[Facts], of_sequences: bool) -> Facts:
     if value.op == "captured":
         return Facts(frozenset(), is_own=True)
     if value.op == "constant":
@@ -67,7 +74,7 @@ def _facts_of(graph: Graph, value: Value, before: Sequence[Facts]) -> Facts:
     depends = frozenset[str]().union(*(x.depends for x in args))
     if value.op in COMPARISONS and args[0].affine is not None and args[1].affine is not None:
         depends = _indices(_combined(args[0].affine, args[1].affine, -1))
-    facts = Facts(depends)
+    facts = Facts(depends, of_sequences=of_sequences)
     reads = any(graph.values[x].shape for x in value.args)
     is_far_up = any(x.is_own and x.kind == facts.kind for x in args)
     is_bool = value.dtype == np.bool_

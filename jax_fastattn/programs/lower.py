@@ -69,13 +69,17 @@ def lower_mask(graph: Graph) -> tuple[Code, list[Cut]]:
     return lowering.builder.code([result], [x.plane for x in lowering.cuts]), lowering.cuts
 
 
-def lower_score(graph: Graph, wide: Any) -> tuple[Code, list[Cut]]:
-    """Returns the code of a score function, its derivatives, and its planes. `wide` is the dtype of floats.
+def lower_score(graph: Graph, wide: Any, *, of_sequences: bool = False) -> tuple[Code, list[Cut]]:
+    """Returns the code of a score function, its derivatives, and its planes.
+
+    Args:
+        wide: the dtype of floats.
+        of_sequences: see `Facts.of_sequences`.
 
     Raises:
         NoCodeError: there is none.
     """
-    lowering = _Lowering(graph)
+    lowering = _Lowering(graph, of_sequences=of_sequences)
     result = lowering.lower(graph.results[0])
     code = lowering.builder.code([result], [x.plane for x in lowering.cuts])
     return _with_derivatives(code, np.dtype(wide)), lowering.cuts
@@ -109,17 +113,20 @@ def _with_derivatives(code: Code, wide: Any) -> Code:
 class _Lowering:
     """Makes the code of values of a graph, and finds the planes."""
 
-    def __init__(self, graph: Graph, *, has_planes: bool = True, has_tables: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, *, has_planes: bool = True, has_tables: bool = False, of_sequences: bool = False
+    ) -> None:
         """Makes an empty code.
 
         Args:
             has_planes: whether what may be a plane is one. The derivatives of a code read the planes of that code.
             has_tables: whether a number may be read of an array at an index that depends on query and key.
+            of_sequences: see `Facts.of_sequences`. No plane has numbers of its own for each batch entry then.
         """
         self.builder = Builder()
         self.cuts: list[Cut] = []
-        self._has_planes = has_planes
-        self._graph, self._facts, self._has_tables = graph, facts(graph), has_tables
+        self._has_planes, self._of_sequences = has_planes, of_sequences
+        self._graph, self._facts, self._has_tables = graph, facts(graph, of_sequences=of_sequences), has_tables
         self._memo: dict[int, int] = {}
 
     def lower(self, i: int) -> int:
@@ -155,7 +162,8 @@ class _Lowering:
     def _plane(self, i: int, dtype: str, facts: Facts) -> int:
         assert facts.kind is not None
         letter = "f" if dtype == "f" else "i"
-        self.cuts.append(Cut(i, Plane(facts.kind, letter, "batch" in facts.depends, "head" in facts.depends)))
+        per_batch = "batch" in facts.depends and not self._of_sequences
+        self.cuts.append(Cut(i, Plane(facts.kind, letter, per_batch, "head" in facts.depends)))
         return self._as_bool(self.builder.put(letter, "plane", len(self.cuts) - 1), dtype)
 
     def _as_bool(self, x: int, dtype: str) -> int:

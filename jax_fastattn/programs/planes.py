@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,32 @@ def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.broadcast_to(x, (batch, heads, *x.shape[2:])) for x in arrays], axis=2)
 
 
+class Rows(NamedTuple):
+    """The rows of one side of packed sequences, int32 `[T]` or `[S]` each; any numbers for rows of no sequence.
+
+    Attributes:
+        sequence: the number of the sequence.
+        place: counted from the first row of the sequence.
+    """
+
+    sequence: jax.Array
+    place: jax.Array
+
+
+class PackedRows(NamedTuple):
+    """The rows of packed sequences on both sides."""
+
+    query: Rows
+    key: Rows
+
+
 def arrays(
-    graph: Graph, cuts: Sequence[Cut], captured: Sequence[Any], sizes: tuple[int, int, int, int], wide: Any
+    graph: Graph,
+    cuts: Sequence[Cut],
+    captured: Sequence[Any],
+    sizes: tuple[int, int, int, int],
+    wide: Any,
+    rows: PackedRows | None = None,
 ) -> list[jax.Array]:
     """Returns the planes `[b, n, L]` of a graph.
 
@@ -65,30 +89,46 @@ def arrays(
         captured: the arrays that the graph captures.
         sizes: B, N, T and S.
         wide: the dtype of floats.
+        rows: of packed sequences, inside of which the graph counts; see `Facts.of_sequences`.
     """
     if not cuts:
         return []
     # A graph that no other one equals would leave a program in the cache for each call.
     compute = _jitted if graph.is_stable else _arrays
-    return compute(graph, tuple(cuts), sizes, np.dtype(wide), list(captured))
+    return compute(graph, tuple(cuts), sizes, np.dtype(wide), list(captured), rows)
 
 
 def _arrays(
-    graph: Graph, cuts: tuple[Cut, ...], sizes: tuple[int, int, int, int], wide: Any, captured: list[Any]
+    graph: Graph,
+    cuts: tuple[Cut, ...],
+    sizes: tuple[int, int, int, int],
+    wide: Any,
+    captured: list[Any],
+    rows: PackedRows | None,
 ) -> list[jax.Array]:
-    return [_plane(graph, cut, captured, sizes, wide) for cut in cuts]
+    return [_plane(graph, cut, captured, sizes, wide, rows) for cut in cuts]
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)(_arrays)
 
 
-def _plane(graph: Graph, cut: Cut, captured: list[Any], sizes: tuple[int, int, int, int], wide: Any) -> jax.Array:
+def _plane(
+    graph: Graph,
+    cut: Cut,
+    captured: list[Any],
+    sizes: tuple[int, int, int, int],
+    wide: Any,
+    packed: PackedRows | None,
+) -> jax.Array:
     batch, heads, queries, keys = sizes
     plane = cut.plane
     lengths = {"query": queries, "key": keys, "distance": queries + keys}
     first = -queries if plane.kind == "distance" else 0
+    rows = None if packed is None else {"query": packed.query, "key": packed.key}.get(plane.kind)
 
     def at(b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
+        if rows is not None:
+            b, i = rows.sequence[i], rows.place[i]
         zero = jnp.zeros_like(i)
         query, key = (i, zero) if plane.kind == "query" else (zero, i)
         leaves = {"batch": b, "head": h, "query": query, "key": key}

@@ -24,6 +24,7 @@ from jax_fastattn import dropout
 from jax_fastattn.layouts.heads import reduce_to, rows_of, split_heads
 from jax_fastattn.layouts.packed import by_token, key_range, token_starts
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.programs.code import Code
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, is_known
 from jax_fastattn.xla import mods
 from jax_fastattn.xla.chunks import Axis, Index, Span, Tuning
@@ -50,7 +51,7 @@ class Blocks:
         bias, mask: `[b, k, g, t, s]`. With one row for each key/value head, g is 1.
         dropout: the operand `[b, k, g, W]`; None without.
         starts: the first rows of the sequences of queries and keys, `[B, 1, 1, T]` and `[B, 1, 1, S]`, if sequences are
-            packed and weights are dropped.
+            packed, and weights are dropped or a code of `score_mod` counts inside of them.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
         sequences: the operand, if sequences are packed.
@@ -100,7 +101,7 @@ class Blocks:
             bias=None if operands.bias is None else split_heads(operands.bias, num_kv_heads, 1),
             mask=None if operands.mask is None else split_heads(operands.mask, num_kv_heads, 1),
             dropout=None if operands.dropout is None else split_heads(operands.dropout, num_kv_heads, 1),
-            starts=_starts(sequences, operands),
+            starts=_starts(spec, sequences, operands),
             bands=bands(spec, operands, tuning),
             queries=queries,
             keys=Axis.cut(key_length, key_chunk),
@@ -276,7 +277,9 @@ class Blocks:
             logits = logits + jnp.where(bias <= HIDDEN_BIAS, -jnp.inf, bias)
         slope = mod = None
         if self.spec.score_mod is not None:
-            block = mods.Block(self.operands, queries, keys, (self.queries.length, self.keys.length))
+            lengths = self.queries.length, self.keys.length
+            starts = self.starts if isinstance(self.spec.score_mod, Code) else None
+            block = mods.Block(self.operands, queries, keys, lengths, starts)
             mod = mods.ScoreMod(self.spec.score_mod, block, logits, visible)
             logits = mod.value()
         if self.spec.logits_soft_cap is not None:
@@ -286,10 +289,11 @@ class Blocks:
         return logits if visible is None else jnp.where(visible, logits, -jnp.inf), slope, mod
 
 
-def _starts(sequences: jax.Array | None, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
+def _starts(spec: AttentionSpec, sequences: jax.Array | None, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
     """Returns `Blocks.starts`, from the sequences and from operands by token."""
     query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
-    if sequences is None or operands.dropout is None or query_ids is None or key_ids is None:
+    is_asked = operands.dropout is not None or isinstance(spec.score_mod, Code)
+    if sequences is None or not is_asked or query_ids is None or key_ids is None:
         return None
     of_queries, of_keys = token_starts(sequences, query_ids, key_ids)
     return of_queries[:, None, None], of_keys[:, None, None]

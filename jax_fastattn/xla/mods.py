@@ -41,12 +41,18 @@ def counts(spec: AttentionSpec, operands: Operands, queries: Span, keys: Span, l
 
 @dataclass(frozen=True)
 class Block:
-    """The places of a block in the operands of a call, and the axes of its pairs."""
+    """The places of a block in the operands of a call, and the axes of its pairs.
+
+    Attributes:
+        starts: the first rows of the sequences of all queries `[B, 1, 1, T]` and of all keys `[B, 1, 1, S]`, if a code
+            counts inside of packed sequences; else None.
+    """
 
     operands: Operands
     queries: Span
     keys: Span
     lengths: Lengths
+    starts: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,8 +63,11 @@ class Block:
 
     @property
     def leaves(self) -> dict[str, jax.Array]:
-        queries, keys = self.queries.positions(), self.keys.positions()
-        return {"query": queries[None, None, None, :, None], "key": keys[None, None, None, None, :]}
+        queries, keys = (span.positions()[None, None, None] for span in (self.queries, self.keys))
+        if self.starts is not None:
+            queries = queries - self.queries.take(self.starts[0], 3, self.lengths[0])
+            keys = keys - self.keys.take(self.starts[1], 3, self.lengths[1])
+        return {"query": queries[..., :, None], "key": keys[..., None, :]}
 
     def read(self, program: Program, found: Sequence[Place], stacks: Stacks) -> list[Any]:
         """Returns the planes of a program in shapes that broadcast to `shape`; tables as programs take them."""
@@ -82,6 +91,8 @@ class Block:
     def _distances(self, x: jax.Array) -> jax.Array:
         """Returns `[b, k, g, t, s]` of a plane of distances `[b, k, g, T + S]`."""
         rows, columns, whole = self.queries.size, self.keys.size, self.lengths[0]
+        if self.starts is not None:
+            return _look_up(x, self.leaves["key"] - self.leaves["query"] + whole)
         if not is_known(rows + columns) or rows == 0:
             index = self.leaves["key"] - self.leaves["query"] + whole
             return jnp.take(x, index[0, 0, 0], axis=3, mode="clip")

@@ -29,6 +29,7 @@ from jax_fastattn.kernels.architectures import shared_memory_limit
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.programs.code import Code, Plane
 from jax_fastattn.spec import Problem
 
 pytestmark = [
@@ -247,6 +248,61 @@ def test_every_gpu_from_9_0_on_adds_four_floats_at_once(arch: str) -> None:
     from jax_fastattn.kernels.sm80.backward.dq_reduce import adds_chunks
 
     assert adds_chunks(arch) == (int(arch.removeprefix("sm_").removesuffix("a")) >= 90)
+
+
+# The code of ALiBi, and of numbers of queries and of keys that are added, with the operands that they read.
+_ALIBI = Code(
+    (
+        *(("score",), ("plane", 0), ("affine", 1, -1, 0), ("to_float", 2), ("mul", 1, 3), ("sub", 0, 4)),
+        *(("const", "1.0"), ("const", "-1.0"), ("mul", 7, 3)),
+    ),
+    "ffiffffff",
+    (5, 6, 8),
+    (Plane("head", "f", False, True),),
+)
+_ROWS = Code(
+    (("score",), ("plane", 0), ("plane", 1), ("add", 0, 1), ("add", 3, 2), ("const", "1.0")),
+    "ffffff",
+    (4, 5, 5, 5),
+    (Plane("query", "f", False, True), Plane("key", "f", False, True)),
+)
+FUNCTIONS = {"alibi": _ALIBI, "rows": _ROWS}
+# Local memory of their kernels for packed sequences, by function, architecture, operation and head dim; 0 elsewhere.
+# Without packed sequences it is 56, 72, 56 and 48 bytes.
+FUNCTION_LOCAL_BYTES = {
+    ("alibi", "sm_80", "backward", 64): 64,
+    ("rows", "sm_80", "backward", 64): 88,
+    ("rows", "sm_80", "forward", 64): 56,
+    ("rows", "sm_90a", "forward", 128): 56,
+}
+
+
+def _functions(name: str, family: str) -> tuple[codes.Code, ...]:
+    shapes = tuple((f"{plane.kind}_numbers", 1, 2) for plane in FUNCTIONS[name].planes)
+    return codes.score_function(FUNCTIONS[name], shapes, exact=family == "sm80")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_score_functions_of_packed_sequences_fit(name: str, family: str, arch: str, op: str, head_dim: int) -> None:
+    features = {**CAUSAL, "packed": True, "features": _functions(name, family)}
+    spec = _spec(family, op, arch, (head_dim, head_dim), features)
+    _assert_fits(spec, kept_resources(spec), FUNCTION_LOCAL_BYTES.get((name, arch, op, head_dim), 0))
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_score_functions_of_few_queries_fit(name: str, family: str, arch: str, head_dim: int, rows: int) -> None:
+    """None of them has local memory."""
+    features = {**CAUSAL, "group": 8, "query_offset": True, "key_value_seq_lengths": True}
+    found = _functions(name, family)
+    key = KernelSpec("decode", arch, "bfloat16", head_dim, head_dim, family=family, features=found, **features)  # pyright: ignore[reportArgumentType]
+    spec = configured(key, rows=rows)
+    _assert_fits(spec, kept_resources(spec), 0)
 
 
 # Portable rows for float32 operands: each tiling once. None of them has local memory.

@@ -128,6 +128,44 @@ def test_the_code_of_a_mask_mod(name: str) -> None:
     assert text(mask_code(function)) == expected
 
 
+OF_SEQUENCES = {
+    "alibi": (SCORES["alibi"][0], ALIBI + "6:f = const 1.0; return 5 6 3"),
+    "a number of a sequence is one of its queries": (
+        lambda s, b, h, q, k: s * OF_KEYS[b, 0],
+        "query-f | 0:f = score; 1:f = plane 0; 2:f = mul 0 1; return 2 1 0",
+    ),
+    "of keys": (
+        lambda s, b, h, q, k: s + OF_KEYS[b, k],
+        "key-f | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = const 1.0; return 2 3 3",
+    ),
+    "of tokens": (
+        lambda s, b, h, q, k: s + SLOPES[IDS[b] + q] + SLOPES[IDS[b] + k],
+        "query-f key-f | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = plane 1; 4:f = add 2 3; "
+        "5:f = const 1.0; return 4 5 5 5",
+    ),
+    "of distances": (
+        lambda s, b, h, q, k: s + TABLE[jnp.clip(k - q, -1, 1) + 1, h],
+        "distance-fh | 0:f = score; 1:f = plane 0; 2:f = add 0 1; 3:f = const 1.0; return 2 3 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_the_code_of_a_score_mod_of_packed_sequences(name: str) -> None:
+    function, expected = OF_SEQUENCES[name]
+    dtypes = {name: np.float32 if name == "score" else np.int32 for name in SCORE_ARGUMENTS}
+    graph = trace_call("score_mod", function, dtypes)[0]
+    assert text(lower_score(graph, np.float32, of_sequences=True)[0]) == expected
+
+
+def test_a_distance_and_a_sequence_together_have_no_code() -> None:
+    dtypes = {name: np.float32 if name == "score" else np.int32 for name in SCORE_ARGUMENTS}
+    graph = trace_call("score_mod", lambda s, b, h, q, k: s + TABLE[jnp.clip(k - q, -1, 1) + 1, b], dtypes)[0]
+    assert lower_score(graph, np.float32)[0].planes[0].kind == "distance"
+    with pytest.raises(NoCodeError, match="indexed by query and key together"):
+        lower_score(graph, np.float32, of_sequences=True)
+
+
 def test_equal_functions_have_equal_codes_and_captured_values_are_none_of_them() -> None:
     def alibi(slopes: jax.Array, factor: float) -> Code:
         return score_code(lambda s, b, h, q, k: s + slopes[h] * (factor * (k - q)))

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_fastattn.programs.code import places
-from jax_fastattn.reference import padding_rows, visible_pairs
+from jax_fastattn.reference import first_rows, padding_rows, visible_pairs
 from jax_fastattn.spec import AttentionSpec, Operands
 
 
@@ -82,7 +82,12 @@ def _hidden_numbers(
         if kind == "distance":
             rows, columns = (jax.lax.iota(jnp.int32, size) for size in pairs.shape[2:])
             read = jnp.zeros((*pairs.shape[:2], x.shape[3]), jnp.bool)
-            read = read.at[:, :, columns[None] - rows[:, None] + len(rows)].max(pairs)
+            distance = (columns[None] - rows[:, None] + len(rows))[None]
+            if operands.sequences is not None:
+                of_queries, of_keys = first_rows(operands)
+                distance = distance + of_queries[:, :, None] - of_keys[:, None]
+            entries, heads = (jax.lax.broadcasted_iota(jnp.int32, pairs.shape, axis) for axis in range(2))
+            read = read.at[entries, heads, jnp.broadcast_to(distance[:, None], pairs.shape)].max(pairs)
         shared = tuple(axis for axis in range(2) if x.shape[axis] == 1)
         read = jnp.any(read, axis=shared, keepdims=True)
         plane = hide(x[:, :, place.start], jnp.broadcast_to(jnp.logical_not(read), x[:, :, place.start].shape), axis=2)

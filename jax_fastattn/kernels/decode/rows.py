@@ -11,7 +11,7 @@ anything; where the source does not zero them, they are cleared in the fragments
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import cutlass
@@ -23,7 +23,7 @@ from jax_fastattn.kernels.decode.merge import MergeMemory, SegmentMerge
 from jax_fastattn.kernels.device import mma, ptx, softmax, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import FactorWords, product_words
-from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
 from jax_fastattn.kernels.features.visible.row_bits import RowBits, SeenKeys
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
@@ -32,8 +32,8 @@ from jax_fastattn.kernels.weights import Weights
 
 
 def refuse_placed(spec: KernelSpec) -> None:
-    """Raises if a feature asks where a score lies, or for its head."""
-    placed = [code.name for code in spec.features if code.is_placed]
+    """Raises if a feature asks where a score lies, or for its head, and has no instance for each row."""
+    placed = [code.name for code in spec.features if code.is_placed and not code.has_rows]
     if placed:
         raise NotImplementedError(
             "decoding kernels have rows of several query heads, and take no feature that asks for one; found "
@@ -74,6 +74,26 @@ class KeySource(Protocol):
         ...
 
 
+class RowScores(NamedTuple):
+    """What maps products of a lane's two rows to logits, which have a query and a head of their own each.
+
+    Attributes:
+        scores: for each row, with what features read for its head.
+        queries: of each row.
+    """
+
+    scores: Sequence[Score]
+    queries: Sequence[Int32]
+
+    def full(self, acc: list[Float32], tile: ScoreTile) -> None:
+        """Turns products into logits over `Score.unit`, in place, given the tile of the first row."""
+        tiles = [replace(tile, row=query) for query in self.queries]
+        readings = [score.read(own) for score, own in zip(self.scores, tiles, strict=True)]
+        for index in range(len(acc)):
+            at = tile.at(index)
+            acc[index] = readings[at.i].logit(acc[index], Element(tiles[at.i], 0, at.column)).value
+
+
 class _Own(NamedTuple):
     """What a lane knows of its two accumulator rows in a segment.
 
@@ -82,12 +102,14 @@ class _Own(NamedTuple):
         limits: the keys that they see, unless bits say so.
         words: addresses of their bits, if there are some.
         column: the lane's first column of a strip.
+        scores: maps products of each row to logits; None if that is the same for all rows.
     """
 
     rows: Sequence[Int32]
     limits: list[Limits]
     words: list[Int64]
     column: Int32
+    scores: RowScores | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,12 +203,23 @@ class DecodeRows:
     def _own(self, segment: Segment) -> _Own:
         """Returns what the lane knows of its rows, and asks for the bits of the first tile."""
         rows, column = self._rows()
+        scores = self._scores(segment, rows)
         if self.bits is None:
             limits = [segment.entry.bounds.key_limits(row // self.spec.group) for row in rows]
-            return _Own(rows, limits, [], column)
-        own = _Own(rows, [], self.bits.rows(segment.batch, segment.kv_head, rows), column)
+            return _Own(rows, limits, [], column, scores)
+        own = _Own(rows, [], self.bits.rows(segment.batch, segment.kv_head, rows), column, scores)
         self.bits.ask(own.words, self._strip(segment, Int32(0)))
         return own
+
+    def _scores(self, segment: Segment, rows: Sequence[Int32]) -> RowScores | None:
+        """Returns what maps products of the lane's rows to logits; None if no feature has instances of rows."""
+        spec, queries = self.spec, self.line.scalars.query_length
+        if not any(code.has_rows for code in spec.features):
+            return None
+        existing = [ptx.where(row < queries * spec.group, row, Int32(0)) for row in rows]
+        heads = [segment.kv_head * spec.group + row % spec.group for row in existing]
+        scores = [self.score.start(Head(segment.batch, head)) for head in heads]
+        return RowScores(scores, [row // spec.group for row in existing])
 
     def _strip(self, segment: Segment, i: Int32) -> Int32:
         """Returns the first key of the warp's strip of the i-th tile."""
@@ -233,7 +266,12 @@ class DecodeRows:
         tile = ScoreTile(own.rows[0], segment.tile + i, config.keys, column, blocks)
         weights = Weights(self.score, tile, scores)
         bits = self._take_bits(segment, i, own, tile)
-        weights.edge(own.limits if bits is None else bits, check_low=self.spec.bounds_kind.left)
+        seen, check_low = own.limits if bits is None else bits, self.spec.bounds_kind.left
+        if own.scores is None:
+            weights.edge(seen, check_low=check_low)
+        else:
+            own.scores.full(scores, tile)
+            weights.hide(seen, Float32(softmax.NEVER), check_low=check_low)
         self._rescale(self._exponentials(scores, blocks))
         load_value = self._live_values(load_value, segment.entry, tile.column, bits)
         shape = (1, memory.v_head_dim // 8, config.strip // 16)

@@ -22,8 +22,9 @@ from jax_fastattn.kernels.device.products import Native
 from jax_fastattn.kernels.features.places import Element, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits, LiveColumns
 from jax_fastattn.kernels.features.visible.bounds import Visibility
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sums.schedule import DbiasItem, DbiasSchedule, DbiasTile, ItemList, MatrixTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROW_SUMS, ROWS, key_list_tiles
 from jax_fastattn.kernels.tiles.plan import Limits

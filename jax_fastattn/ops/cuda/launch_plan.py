@@ -21,7 +21,7 @@ from jax_fastattn.ops.cuda.launch import launch, launch_scalars, persistent_bloc
 from jax_fastattn.ops.cuda.prepass import REPLACED, TileLists, kept_lists, tile_lists
 from jax_fastattn.ops.cuda.records import tile_records
 from jax_fastattn.ops.cuda.row_bits import RowBitsArrays, row_bits
-from jax_fastattn.ops.cuda.score_planes import with_score_planes
+from jax_fastattn.ops.cuda.score_planes import joined_shapes, with_score_planes
 from jax_fastattn.ops.cuda.split import SPLIT, side_by_side
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
@@ -72,7 +72,9 @@ class LaunchPlan:
             arrays |= {name: x if x is None else _joined(x) for name, x in rows.items()}
             arrays |= _records(kernel, operands) | {"sequences": None}
         arrays |= bias_operands(kernel, arrays.pop("bias"), problem.key_length, problem.spec.scale)
-        arrays = with_score_planes(kernel, arrays)
+        batch, queries = operands.query.shape[:2]
+        lengths = batch, queries, operands.key.shape[1]
+        arrays = with_score_planes(kernel, arrays, lengths)
         found = _lists(kernel, problem.spec, operands, kept)
         if found:
             arrays = {name: x for name, x in arrays.items() if name not in REPLACED or getattr(kernel, name, False)}
@@ -124,6 +126,7 @@ def launched_problem(spec: AttentionSpec, operands: Operands) -> Problem:
         query_length=problem.batch * problem.query_length,
         key_length=problem.batch * problem.key_length,
         num_sequences=problem.batch * problem.num_sequences,
+        planes=joined_shapes(problem.planes),
     )
 
 

@@ -134,9 +134,11 @@ def backward(
     """Returns the gradients from one custom call, which launches every kernel of the backward pass.
 
     A mask or segment ids take other calls before it, the prepasses: two where dq has a kernel of its own, else one. A
-    prepass whose lists are kept is left out. See `xla.passes.backward` for `wanted`, `forward` for `kernel` and `kept`.
+    prepass whose lists are kept is left out. Packed sequences of which a plane is summed are a call by rows, too. See
+    `xla.passes.backward` for `wanted`, `forward` for `kernel` and `kept`.
     """
-    if is_row_masked(spec):
+    sums_plane = summed_plane(Problem.of(spec, operands), wanted) is not None
+    if is_row_masked(spec) or (operands.is_packed and sums_plane):
         if operands.sinks is not None:
             lse = padding_lse(operands, lse, operands.sinks[:, None])
         dlse = None if dlse is None else padding_lse(operands, dlse, 0.0)

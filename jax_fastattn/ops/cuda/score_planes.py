@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The planes of a function as attention kernels read them: with zeros at their ends, and only those that they read."""
+"""The planes of a function as attention kernels read them: with zeros at their ends, and only those that they read.
+
+A launch joins batch entries of packed sequences, and so the rows of their planes.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,43 @@ _PADDING = {"query": (0, PLANE_PADDING), "key": (0, PLANE_PADDING), "distance": 
 _MOST = 1e18
 
 
-def with_score_planes(kernel: KernelSpec, arrays: Mapping[str, jax.Array | None]) -> dict[str, jax.Array | None]:
-    """Returns the operands of a launch by name, of which planes are those that its function reads."""
+def joined_shapes(shapes: tuple[tuple[str, int, int], ...]) -> tuple[tuple[str, int, int], ...]:
+    """Returns `Problem.planes` of a launch that joins batch entries: each row has a plane's number of its own."""
+    return tuple((name, 1 if _kind(name) in ("query", "key") else batch, heads) for name, batch, heads in shapes)
+
+
+def _kind(operand: str) -> str:
+    return operand.partition("_")[0]
+
+
+def _joined(x: jax.Array, kind: str, lengths: tuple[int, int, int]) -> jax.Array:
+    """Returns planes `[b, n, P, ...]` of a launch that joins batch entries, given B, T and S."""
+    batch, queries, keys = lengths
+    if batch == 1 or kind not in _PADDING:
+        return x
+    if kind == "distance":  # distance 0 is element B T of a launch
+        return jnp.pad(x, ((0, 0),) * 3 + (((batch - 1) * queries, (batch - 1) * keys),))
+    x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+    return jnp.moveaxis(x, 0, 2).reshape(1, *x.shape[1:3], -1)
+
+
+def with_score_planes(
+    kernel: KernelSpec, arrays: Mapping[str, jax.Array | None], lengths: tuple[int, int, int]
+) -> dict[str, jax.Array | None]:
+    """Returns the operands of a launch by name, of which planes are those that its function reads.
+
+    Args:
+        arrays: operands by name.
+        lengths: B, T and S of the call.
+    """
     found = {name: x for name, x in arrays.items() if name not in PLANES}
     parts = plane_parts(kernel.features)
     for operand in parts.plane_operands if parts is not None else ():
         x = arrays[operand.name]
         assert x is not None
         # Planes of a mask function come after those of a score function.
-        x, kind = x[:, :, : operand.planes], operand.name.partition("_")[0]
+        x, kind = x[:, :, : operand.planes], _kind(operand.name)
+        x = _joined(x, kind, lengths) if kernel.packed else x
         if kernel.op == "backward" and parts is not None and parts.makes_planes_finite and x.dtype == jnp.float32:
             x = jnp.nan_to_num(x, posinf=_MOST, neginf=-_MOST) if kind in _PADDING else x
         found[operand.name] = jnp.pad(x, ((0, 0),) * 3 + (_PADDING[kind],)) if kind in _PADDING else x

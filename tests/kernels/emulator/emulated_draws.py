@@ -4,8 +4,8 @@
 
 A call is what `ops/cuda/passes.py` makes of canonical operands, on the GPU that a test names. What the public functions
 do before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except
-that the gradient of a bias gets the dtype of the bias. A third of the calls have dropout, and half of those that are
-not packed have a random `score_mod`. Half of those in float32 have products of float16.
+that the gradient of a bias gets the dtype of the bias. A third of the calls have dropout, and half of all have a
+random `score_mod`. Half of those in float32 have products of float16.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import emulated_decode
 import emulated_hopper
+import emulated_packed
 import emulated_portable_masks
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,8 @@ def _backward(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, float
         emulated_portable_masks.run_launches(kernel, buffers, memory, scalars)
         return
     host = BackwardKernel(kernel)
-    for launch in host.launches(buffers, scalars, emulated_hopper.few_heads(host, scalars)):
+    few = emulated_packed.few_slots if kernel.packed else emulated_hopper.few_heads
+    for launch in host.launches(buffers, scalars, few(host, scalars)):
         emulated_hopper.start(launch, emulated_hopper.backward_texts(kernel), memory)
 
 

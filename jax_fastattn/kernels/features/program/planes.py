@@ -3,7 +3,8 @@
 """Planes of a score function in global memory: where those of a head begin, and their numbers.
 
 `ops/cuda/score_planes.py` has put zeros around them, so that no index of a tile lies outside. Pairs of a lane on one
-diagonal share the load of a distance.
+diagonal share the load of a distance. Of packed sequences, queries and keys have a number for each row of the packed
+array, and a head's numbers begin at the first row of the sequence.
 """
 
 from dataclasses import dataclass, replace
@@ -54,6 +55,9 @@ class PlaneReader:
         if operand.per_head:
             row = row + head.head
         index = (Int64(row) * operand.planes + place.start) * self._length(place.plane.kind)
+        side = {"query": 0, "key": 1}.get(place.plane.kind)
+        if head.starts is not None and side is not None:
+            index = index + head.starts[side]
         return getattr(self.operands, place.operand).toint() + index * 4
 
     def load(self, plane: int, at: Index | None, memo: dict[Any, Any]) -> Any:

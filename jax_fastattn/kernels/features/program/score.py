@@ -28,11 +28,13 @@ class _Program(Evaluated):
 
     Attributes:
         finite_score: whether what the function gets is a finite number, even past the end of the sequence.
+        packed: whether rows are those of packed sequences.
         bounds_logits: whether logits have to be made numbers, see `_MOST`.
         summed: the plane whose gradient is summed; None if none is.
     """
 
     finite_score: bool
+    packed: bool
     bounds_logits: bool
     summed: int | None = None
 
@@ -48,11 +50,17 @@ class _Program(Evaluated):
     def of(cls, code: Code, arguments: FeatureArguments) -> "_Program":
         """Returns the function of a launch."""
         (parts,) = code.constants
-        finite_score = arguments.spec.bias is None or not cls._reads_score
-        bounds = arguments.spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score)
+        spec = arguments.spec
+        finite_score = spec.bias is None or not cls._reads_score
+        bounds = spec.op == "backward" and not parts.is_tame(0, finite_score=finite_score, packed=spec.packed)
         planes = PlaneReader(parts, arguments.buffers.added, arguments.scalars)
         return cls(
-            parts=parts, planes=planes, finite_score=finite_score, bounds_logits=bounds, summed=arguments.spec.dplane
+            parts=parts,
+            planes=planes,
+            finite_score=finite_score,
+            packed=spec.packed,
+            bounds_logits=bounds,
+            summed=spec.dplane,
         )
 
     @property
@@ -68,7 +76,8 @@ class _Program(Evaluated):
     def has_wild_slopes(self) -> bool:
         """Returns whether a derivative may be no number where P is 0."""
         results = [1] if self.summed is None else [1, 2 + self.summed]
-        return not all(self.parts.is_tame(result, finite_score=self.finite_score) for result in results)
+        known = {"finite_score": self.finite_score, "packed": self.packed}
+        return not all(self.parts.is_tame(result, **known) for result in results)
 
     def _bounded(self, x: Any) -> Float32:
         x = register("f", x)

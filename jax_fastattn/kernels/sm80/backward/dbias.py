@@ -37,8 +37,9 @@ from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bias.copied import CopiedBias
 from jax_fastattn.kernels.features.bias.planes import Planes
 from jax_fastattn.kernels.features.places import Element, ScoreTile
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.dbias_config import (
     COLUMN_WARPS,

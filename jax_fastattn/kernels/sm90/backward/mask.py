@@ -13,8 +13,8 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits, LiveRow
 from jax_fastattn.kernels.features.visible.bounds import Visibility
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
 from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared

@@ -19,8 +19,9 @@ from jax_fastattn.kernels.device.kept import keep_number, number_masks
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.sequences import Sequence
 from jax_fastattn.kernels.features.places import Element
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items
 from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import warpgroup
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, number_masks, unmark
 from jax_fastattn.kernels.device.products import WarpgroupWords, Words
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
 from jax_fastattn.kernels.sm90.backward.key_schedule import QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask

@@ -17,8 +17,9 @@ from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore, strided
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BLOCK, BackwardConfig
 from jax_fastattn.kernels.sm90.backward.dkdv_dq.products import DkdvDqProducts
 from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows

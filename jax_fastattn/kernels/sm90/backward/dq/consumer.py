@@ -22,8 +22,9 @@ from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.features.visible.bounds import Visibility
+from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.score import Edge, Score
+from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dq.products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
