@@ -24,6 +24,8 @@ from jax_fastattn import all_to_all_attention, attention, block_mask, causal, ri
 
 B, N, K, D = 2, 4, 2, 8
 CAUSAL: dict[str, Any] = {"is_causal": True}
+# `jax.vmap` of jax 0.8 fails at the sum over devices that `check_vma` puts into a gradient.
+MAPS_CHECKS = jax.__version_info__ >= (0, 9)
 Mod = Callable[..., Any]
 Arrays = calls.Arrays
 
@@ -308,10 +310,55 @@ def test_forward_mode_remat_and_vmap(attend: Any) -> None:
         return calls.quick_jit(jax.vmap(one))
 
     functions = functools.partial(options_of, "every plane", "documents")
-    # jax 0.8 cannot map the sum over devices that it makes of a check.
-    split = on_devices(2, functions, attend=attend, checks=jax.__version_info__ >= (0, 9))
+    split = on_devices(2, functions, attend=attend, checks=MAPS_CHECKS)
     found, expected = (both(run)(tables) for run in (split, on_one(functions)))
     calls.assert_same(jax.device_get(found), jax.device_get(expected), 5e-5)
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("where", ["contiguous", "zigzag", "all-to-all"])
+def test_next_to_every_other_argument(where: str) -> None:
+    """Of a call of three devices, dropout included."""
+    arrays, x = rings.draw_every_operand(keys=24), captured(24, 24)
+    x |= {"slopes": jnp.resize(x["slopes"], 6), "table": jnp.resize(x["table"], (16, 6))}
+    x |= {"keys": jnp.resize(x["keys"], (6, 24))}
+    options = options_of("every plane", "window", x) | {"local_window_size": (15, 9), "logits_soft_cap": 3.0}
+    options |= {"return_residual": True, "dropout_rate": 0.3, "dropout_key": jax.random.key(5)}
+    place: dict[str, Any] = {"attend": all_to_all_attention} if where == "all-to-all" else {"layout": where}
+    dlse = jax.random.normal(jax.random.key(3), (2, 24, 6))
+    found = rings.gradients(rings.split(3, arrays, **place, **options), arrays, dlse)
+    calls.assert_same(jax.device_get(found), jax.device_get(rings.gradients(rings.whole(**options), arrays, dlse)))
+
+
+def test_second_derivatives_of_all_to_all() -> None:
+    given, x = draw(6), captured(6, 6)
+    functions = functools.partial(options_of, "alibi", "documents")
+
+    def second(run: Any) -> Any:
+        loss = lambda slopes: jnp.sum(jnp.sin(run(given, x | {"slopes": slopes})))
+        return calls.quick_jit(jax.hessian(loss))(x["slopes"])
+
+    split = on_devices(2, functions, attend=all_to_all_attention, checks=MAPS_CHECKS)
+    found, expected = (second(x) for x in (split, on_one(functions)))
+    calls.assert_same(jax.device_get(found), jax.device_get(expected))
+
+
+@pytest.mark.parametrize("where", ["contiguous", "zigzag", "all-to-all"])
+def test_kernels_run_blocks_with_functions(where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """In both passes, with the gradient of slopes; `implementation="cuda"` would refuse another path."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    x = captured(256, 256)
+    functions = functools.partial(options_of, "alibi", "documents")
+    place: dict[str, Any] = {"attend": all_to_all_attention} if where == "all-to-all" else {"layout": where}
+    run = on_devices(2, functions, **place, is_causal=True, implementation="cuda")
+
+    def loss(given: Arrays, slopes: jax.Array) -> jax.Array:
+        return jnp.sum(run(given, x | {"slopes": slopes}).astype(jnp.float32))
+
+    shape = jax.ShapeDtypeStruct((B, 256, N, 64), jnp.bfloat16)
+    text = calls.cuda_text(jax.grad(loss, argnums=(0, 1)), dict.fromkeys(("query", "key", "value"), shape), x["slopes"])
+    # Calls of a program that are equal share a function. Prepasses of both passes are launches, too.
+    assert text.count("stablehlo.custom_call @jax_fastattn_launch") >= 4
 
 
 @pytest.mark.numbers
