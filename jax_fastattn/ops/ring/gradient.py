@@ -54,7 +54,7 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
         found |= helped.gradient(spec, operands, rows, others)
     else:
         found |= _Backward(Call.of(spec, operands), rows, others).run()
-    found = found if spec.ring is None or spec.ring.lengths is None else cut_planes(spec, given, found)
+    found = cut_planes(spec, given, found)
     return {name: found[name] for name in wanted}
 
 
