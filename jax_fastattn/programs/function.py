@@ -33,7 +33,7 @@ class Function:
         graph: of `score_mod` or `mask_mod`.
         planes: batch entries, heads, and a table for each captured array.
         reason: why there is no code.
-        has_first_rows: whether the last two planes are numbers that are added to "query" and "key", see `parts.py`.
+        has_first_rows: whether the last planes are numbers that are added to "query" and "key", see `parts.py`.
     """
 
     graph: Graph
@@ -68,7 +68,7 @@ class Function:
         """
         wide = leaves["score"].dtype if "score" in leaves else jnp.float32
         if self.has_first_rows:
-            *planes, query, key = planes
+            *planes, query, key, _ = planes
             leaves = {**leaves, "query": leaves["query"] + query, "key": leaves["key"] + key}
         batch, head, *tables = planes
         numbers = {**leaves, "batch": batch, "head": head, **({} if counts is None else {"counts": counts})}

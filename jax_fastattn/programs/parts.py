@@ -3,8 +3,9 @@
 """Programs and planes of a part of a call: of some rows, of which the first ones are numbers at run time.
 
 Rows of a part count from 0, and functions count rows of the whole call. So a program that computes with row numbers
-gets two more planes, which hold the first query and the first key of the part, and adds them. All other planes of a
-part are ranges of the planes of the call.
+gets three more planes, which hold the first query and the first key of the part, and their distance. It adds them, or
+compares with them: kernels decide a comparison of positions with a number of a head for many pairs at once. All other
+planes of a part are ranges of the planes of the call.
 
 What stays out: which rows are a part (`ops/ring/`).
 """
@@ -20,12 +21,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.programs.code import Builder, Code, Plane, operands_of, places
+from jax_fastattn.programs.code import Builder, Code, Instruction, Plane, operands_of, places
+from jax_fastattn.programs.facts import COMPARISONS
 from jax_fastattn.programs.function import Function, Program
 from jax_fastattn.programs.planes import concatenated
 
-_FIRST_ROWS = Plane("head", "i", False, False), Plane("head", "i", False, False)
+_FIRST_ROWS = (Plane("head", "i", False, False),) * 3
 _HEAD_INTEGERS = "head_integers"
+
+# Factors of query and key in a number that one of the planes has, by the place of that plane.
+_FACTORS = ((1, 0), (0, 1), (-1, 1))
+# Comparisons of positions with numbers up to this are moved: no sum of both leaves int32.
+_MOST = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ def of_part(
     """
     found = [None if program is None else _counting_from(program) for program in programs]
     taken = {name: part.take(name, x) for name, x in stacks.items()}
-    first = jnp.stack([jnp.asarray(x, jnp.int32) for x in (part.first_query, part.first_key)]).reshape(1, 1, 2)
+    first = part.first_query, part.first_key, part.first_key - part.first_query
+    first = jnp.stack([jnp.asarray(x, jnp.int32) for x in first]).reshape(1, 1, -1)
     integers: list[jax.Array] = []
     for old, new, own in zip(programs, found, places(programs), strict=True):
         integers += [
@@ -96,7 +104,7 @@ def of_part(
 
 
 def _counting_from(program: Program) -> Program:
-    """Returns a program whose last two planes hold the first rows; the program itself if it asks for no row."""
+    """Returns a program whose last planes are `_FIRST_ROWS`; the program itself if it asks for no row."""
     if isinstance(program, Function):
         return replace(program, planes=(*program.planes, *_FIRST_ROWS), has_first_rows=True)
     return _code_counting_from(program) if any(op == "affine" for op, *_ in program.instructions) else program
@@ -106,22 +114,56 @@ def _counting_from(program: Program) -> Program:
 def _code_counting_from(program: Code) -> Code:
     planes = (*program.planes, *_FIRST_ROWS)
     builder, values = Builder(), list[int]()
-    for dtype, (op, *operands) in zip(program.dtypes, program.instructions, strict=True):
-        count = len(operands) - len(operands_of((op, *operands)))
+    for dtype, instruction in zip(program.dtypes, program.instructions, strict=True):
+        op, *operands = instruction
+        compared = _compared(builder, program, instruction, len(program.planes))
+        if compared is not None:
+            values.append(compared)
+            continue
+        count = len(operands) - len(operands_of(instruction))
         values.append(builder.put(dtype, op, *operands[:count], *(values[x] for x in operands[count:])))
         if op == "affine":
             values[-1] = _moved(builder, values[-1], operands[0], operands[1], len(program.planes))
     results = [x if x < 0 else values[x] for x in program.results]
     is_mask = len(results) == 1
-    return builder.code(results if is_mask else [*results, -1, -1], planes)
+    return builder.code(results if is_mask else [*results, *(-1 for _ in _FIRST_ROWS)], planes)
 
 
 def _moved(builder: Builder, x: int, a: int, b: int, plane: int) -> int:
-    """Adds a times the number of one plane and b times the number of the next one to a value."""
+    """Returns a value plus a times the first query and b times the first key. `plane` is the first of `_FIRST_ROWS`."""
     apply, const = builder.apply, builder.const
-    query, key = (builder.put("i", "plane", plane + i) for i in range(2))
-    if a == -b:
-        return apply("i", "add", x, apply("i", "mul", const("i", a), apply("i", "sub", query, key)))
-    for factor, first in ((a, query), (b, key)):
+    query, key, distance = (builder.put("i", "plane", plane + i) for i in range(3))
+    terms = ((b, distance),) if a == -b else ((a, query), (b, key))
+    for factor, first in terms:
         x = apply("i", "add", x, apply("i", "mul", const("i", factor), first)) if factor else x
     return x
+
+
+def _compared(builder: Builder, program: Code, instruction: Instruction, plane: int) -> int | None:
+    """Returns a comparison of positions with one of `_FIRST_ROWS`; None if an instruction is none that can be one."""
+    op, *operands = instruction
+    if op not in COMPARISONS:
+        return None
+    lines = [_line(program, x) for x in operands]
+    if None in lines:
+        return None
+    a, b, c = (x - y for x, y in zip(*lines, strict=True))  # pyright: ignore[reportArgumentType] (None is not in it)
+    for i, factors in enumerate(_FACTORS):
+        first = builder.put("i", "plane", plane + i)
+        if (a, b) == factors:  # first >= -(a q + b k + c)
+            return builder.apply("b", op, first, builder.put("i", "affine", -a, -b, -c))
+        if (-a, -b) == factors:
+            return builder.apply("b", op, builder.put("i", "affine", a, b, c), first)
+    return None
+
+
+def _line(program: Code, i: int) -> tuple[int, int, int] | None:
+    """Returns the factors of query and key of a value, and what is added to both; None for a value that has others."""
+    op, *operands = program.instructions[i]
+    if op == "const" and program.dtypes[i] == "i":
+        found = 0, 0, int(operands[0])
+    elif op == "affine":
+        found = operands[0], operands[1], operands[2]
+    else:
+        return None
+    return found if abs(found[2]) <= _MOST else None
