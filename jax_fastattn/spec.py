@@ -161,8 +161,8 @@ class AttentionSpec:
             `kernels/arguments/precision.py` says what the kernels make of it.
         present: names of the operands that are given, see `Operands.present`.
         ring: how T and S are split over devices; None if a device has all of them. The operands of a call with a ring
-            are one device's share, except that lengths, offsets, sequences and the columns of bias and mask count from
-            the start of the whole sequence.
+            are one device's share, except that lengths, offsets, sequences, the columns of bias and mask, and the
+            planes of functions count from the start of the whole sequence.
         is_part: whether the call is a block of a ring, so that rows may have more logits than its own. Its backward
             pass takes output and log-sum-exp of all of them.
         score_mod: what becomes of a scaled, biased logit before the soft cap; None leaves it.
@@ -191,8 +191,8 @@ class AttentionSpec:
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Returns whether a device needs all rows: programs, and dropout in packed sequences, count them."""
-        return self.has_programs or {"dropout", "sequences"} <= {*self.present}
+        """Returns whether a device needs all rows: dropout and programs count them in packed sequences."""
+        return "sequences" in self.present and (self.has_programs or "dropout" in self.present)
 
     @property
     def bounds(self) -> tuple[int | None, int | None]:

@@ -56,7 +56,7 @@ SAID = [
     (attention, {"boundaries": X}, "`ring_attention` and `all_to_all_attention` have it"),
     (attention, {"nothing_like_it": 1}, "pass one of `query`, `key`, `value`, `bias`, "),
     (attention_varlen, {"mask": X}, "pass `mask_mod`"),
-    (ring_attention, {"score_mod": None}, "`attention` has it"),
+    (paged_attention, {"score_mod": None}, "`attention` has it"),
     (attention_varlen, {"attn_mask": X}, "; `attention` has `mask`, `bias` and `segment_ids`"),
     (attention_varlen, {"seqused_k": X}, "and `lengths` to `paged_attention`; `attention` has `key_value_seq_lengths`"),
     (paged_attention, {"block_table": X}, "pass `page_table` to `paged_attention`"),

@@ -17,6 +17,7 @@ from jax_fastattn import (
     all_to_all_attention,
     attention,
     attention_varlen,
+    causal,
     explain,
     paged_attention,
     register_ffi_targets,
@@ -50,7 +51,7 @@ def results_of_split_rows(x: jax.Array, flag: bool) -> None:
     assert_type(ring_attention(x, x, x, axis_name="seq", layout="zigzag", is_causal=True), jax.Array)
     pair = ring_attention(x, x, x, axis_name=("a", "b"), balance=False, return_residual=True)
     assert_type(pair, tuple[jax.Array, jax.Array])
-    assert_type(all_to_all_attention(x, x, x, x, axis_name="seq", sinks=x), jax.Array)
+    assert_type(all_to_all_attention(x, x, x, x, axis_name="seq", sinks=x, mask_mod=causal()), jax.Array)
     either = all_to_all_attention(x, x, x, axis_name="seq", boundaries=x, return_residual=flag)
     assert_type(either, jax.Array | tuple[jax.Array, jax.Array])
 

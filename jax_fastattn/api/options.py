@@ -74,3 +74,5 @@ class SplitOptions(DenseOptions, total=False):
     """Keyword arguments of `ring_attention` and `all_to_all_attention`, except the arguments of the layout."""
 
     boundaries: ArrayLike | None
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_fastattn.api.options import SegmentIds, SplitOptions, Window
+from jax_fastattn.api.options import MaskMod, ScoreMod, SegmentIds, SplitOptions, Window
 from jax_fastattn.canonical import validation
 from jax_fastattn.canonical.arguments import is_batched, restore
 from jax_fastattn.canonical.ring import canonicalize
@@ -100,6 +100,8 @@ def ring_attention(
     dropout_rate: float | jax.Array = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes attention of a sequence whose rows are split over the devices of a mesh axis, inside `jax.shard_map`.
 
@@ -125,13 +127,17 @@ def ring_attention(
             neither `bias` nor `mask` has rows. Default: True.
         boundaries: integers `[B, C]`, not decreasing: packed sequences, each a run of rows of the whole sequence, as
             `cu_seqlens_q` and `cu_seqlens_k` of `attention_varlen`. Sequences may cross devices. Rows outside of all
-            are padding. It needs L = M, and excludes lengths, ids, offsets, bias and mask. Default: None.
+            are padding. It needs L = M, and excludes lengths, ids, offsets, bias, mask and functions. Default: None.
         segment_ids: integers `[B, L]` (with L = M), or a pair `([B, L], [B, M])`, of this device's rows. Default: None.
         query_seq_lengths, key_value_seq_lengths: integers `[B]`. Default: None.
         query_offset: int or integers `[B]`. With an offset that is not 0 every device visits all others. Default: 0.
         dropout_rate, dropout_key, broadcast_dropout: as for `attention`. The key is the same on all devices of the
             axis, and rows are those of the whole sequence; batch entries and heads are this device's, so fold the index
             of an axis that splits them into the key. It excludes `boundaries`.
+        score_mod, mask_mod: as for `attention`, except that `q` and `k` are rows of the whole sequence, in its own
+            order whatever the layout is. Captured arrays that `q` or `k` index are those of the whole sequence, and
+            are the same on all devices of the axis; `b` and `h` are indices of this device's share. A `BlockMask` is
+            refused. Default: None.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic: as
             for `attention`. With a window, only the devices whose keys some query sees are visited.
 
@@ -166,6 +172,8 @@ def ring_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         broadcast_dropout=broadcast_dropout,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     if spec.needs_whole_rows:
         raise NotImplementedError(
@@ -244,6 +252,8 @@ def all_to_all_attention(
     dropout_rate: float | jax.Array = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes what `ring_attention` does for contiguous rows, with heads in place of rows split during the call.
 
@@ -260,6 +270,7 @@ def all_to_all_attention(
             `attention`.
         sinks: any floating dtype, `[N]`, of all heads. Default: None.
         dropout_rate, dropout_key, broadcast_dropout: as for `ring_attention`, also with `boundaries`.
+        score_mod, mask_mod: as for `ring_attention`; `h` is an index of `query`, whose heads are exchanged.
 
     Returns:
         This device's rows of the output `[B, L, N, D]`; with `return_residual` also of the log-sum-exp `[B, L, N]`.
@@ -291,6 +302,8 @@ def all_to_all_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         broadcast_dropout=broadcast_dropout,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     results = all_to_all.attend(spec, operands, validation.check_flag("return_residual", return_residual))
     return restore(results, batched=is_batched(query))

@@ -11,12 +11,23 @@ import jax
 import numpy as np
 
 from jax_fastattn.canonical import arguments, batched, validation
+from jax_fastattn.canonical.programs import programs
 from jax_fastattn.layouts import packed
+from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.ring import Ring
 from jax_fastattn.spec import AttentionSpec, Operands
 
 # Packed sequences replace these arguments.
-_NOT_PACKED = ("bias", "mask", "query_offset", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
+_NOT_PACKED = (
+    "bias",
+    "mask",
+    "query_offset",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "segment_ids",
+    "score_mod",
+    "mask_mod",
+)
 
 
 def canonicalize(
@@ -31,13 +42,18 @@ def canonicalize(
     query_offset: Any = 0,
     is_causal: Any = False,
     local_window_size: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
     **options: Any,
 ) -> tuple[AttentionSpec, Operands]:
     """Checks the arguments of `ring_attention` and `all_to_all_attention`, and gives them canonical shapes.
 
     The arrays belong to one device; positions count from the start of the whole sequence.
     """
-    _check_packed_alone(boundaries, options | {"bias": bias, "mask": mask, "query_offset": query_offset})
+    replaced = {"bias": bias, "mask": mask, "query_offset": query_offset, "score_mod": score_mod, "mask_mod": mask_mod}
+    _check_packed_alone(boundaries, options | replaced)
+    if isinstance(mask_mod, BlockMask):
+        raise TypeError("`mask_mod` is a BlockMask, which `attention` alone takes; pass the function")
     spec, operands = batched.canonicalize(
         query, key, value, is_causal=is_causal, local_window_size=local_window_size, **options
     )
@@ -54,14 +70,24 @@ def canonicalize(
     offset, window = arguments.fold_wide_window(
         arguments.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
     )
-    operands = operands._replace(**planes, query_offset=offset)
+    found, of_functions = programs(_whole(axes, ring), operands.query.dtype, score_mod, mask_mod)
+    operands = operands._replace(**planes, **of_functions, query_offset=offset)
     if boundaries is not None:
         operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))
         ring = replace(ring, shared_boundaries=True)
     operands = arguments.unify_varying(operands, frozenset(ring.axes))
     is_causal = window[1] == 0
     window = (window[0], None if is_causal else window[1])
-    return replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring), operands
+    spec = replace(spec, is_causal=is_causal, window=window, present=operands.present(), ring=ring, **found)
+    return spec, operands
+
+
+def _whole(axes: validation.Axes, ring: Ring) -> validation.Axes:
+    """Returns the sizes of a call of all devices, which have the rows together."""
+    whole = validation.Axes()
+    for axis, size in (("B", axes["B"]), ("N", axes["N"]), ("T", axes["T"] * ring.size), ("S", axes["S"])):
+        whole.set(axis, size, axes.source(axis))
+    return whole
 
 
 def _check_packed_alone(boundaries: Any, options: dict[str, Any]) -> None:

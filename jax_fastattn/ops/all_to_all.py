@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows exchanged for heads: each device computes whole sequences of its share of the heads.
 
-Operands are the same as in a ring with contiguous rows: a device's rows, while lengths, offsets, sequences and the
-columns of bias and mask count from the start of the whole sequence. They mean the same once a device has all rows.
+Operands are the same as in a ring with contiguous rows: a device's rows, while lengths, offsets, sequences, the columns
+of bias and mask, and the planes of functions count from the start of the whole sequence. They mean the same once a
+device has all rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_fastattn.ops import call_sites, vjp
 from jax_fastattn.ring import Ring
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import PLANES, AttentionSpec, Operands
 
 
 def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -64,6 +65,7 @@ def _spread(ring: Ring, operands: Operands) -> Operands:
         key_value_segment_ids=gather(operands.key_value_segment_ids),
         sinks=None if operands.sinks is None else _own_heads(ring, operands.sinks),
         dropout=own(operands.dropout),
+        **{name: own(getattr(operands, name)) for name in PLANES},
     )
 
 

@@ -33,8 +33,10 @@ SPLITTABLE = "VBTSNK"
 def rows_whole(letters: str, has_ring: bool) -> str:
     """Returns the letters of an array with the letters of rows that stay whole in lower case.
 
-    All rows stay whole if the op has no ring. Otherwise only the columns of a bias or a mask with queries and keys do.
+    All rows stay whole if the op has no ring. Otherwise only the columns of a bias or a mask with queries and keys do,
+    and planes of functions.
     """
+    has_ring = has_ring and "P" not in letters
     if not has_ring:
         letters = letters.replace("T", "t")
     return letters.replace("S", "s") if "T" in letters or not has_ring else letters

@@ -33,11 +33,13 @@ class Function:
         graph: of `score_mod` or `mask_mod`.
         planes: batch entries, heads, and a table for each captured array.
         reason: why there is no code.
+        has_first_rows: whether the last planes are numbers that are added to "query" and "key", see `parts.py`.
     """
 
     graph: Graph
     planes: tuple[Plane, ...]
     reason: str
+    has_first_rows: bool = False
 
     @classmethod
     def of(cls, graph: Graph, reason: str) -> Function:
@@ -60,10 +62,14 @@ class Function:
         Args:
             shape: of the result.
             leaves: "query" and "key", and "score" of a score function, each in a shape that broadcasts.
-            planes: two that broadcast, then tables `[b, n, L]`. `vmap` may have made n of 1.
+            planes: two that broadcast, then tables `[b, n, L]`, and first rows, which broadcast, too. `vmap` may have
+                made n of 1.
             counts: which pairs count. Others are evaluated at `HARMLESS`.
         """
         wide = leaves["score"].dtype if "score" in leaves else jnp.float32
+        if self.has_first_rows:
+            *planes, query, key, _ = planes
+            leaves = {**leaves, "query": leaves["query"] + query, "key": leaves["key"] + key}
         batch, head, *tables = planes
         numbers = {**leaves, "batch": batch, "head": head, **({} if counts is None else {"counts": counts})}
         rows = shape[0], int(np.prod(shape[1:-2])), -1

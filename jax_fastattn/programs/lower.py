@@ -102,7 +102,9 @@ def _with_derivatives(code: Code, wide: Any) -> Code:
 
     dtypes = [wide if plane.dtype == "f" else np.int32 for plane in code.planes]
     arguments = {"score": wide, "query": np.int32, "key": np.int32, **dict(zip(names, dtypes, strict=True))}
-    graph, _ = trace(derivatives, arguments)
+    # Under a mesh JAX puts reductions and reshards into a derivative.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        graph, _ = trace(derivatives, arguments)
     lowering = _Lowering(graph, has_planes=False)
     results = [lowering.lower(i) for i in graph.results]
     by_plane = dict(zip(floats, results[2:], strict=True))

@@ -45,10 +45,10 @@ def stack(programs: Sequence[Program | None], arrays: Sequence[Sequence[jax.Arra
         for place, x in zip(program_places, planes, strict=True):
             is_stacked = place.plane.kind in ("query", "key", "distance")
             found.setdefault(place.operand, []).append(x[:, :, None] if is_stacked else x)
-    return {name: _concatenated(x) for name, x in found.items()}
+    return {name: concatenated(x) for name, x in found.items()}
 
 
-def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
+def concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
     """Joins `[b, n, ...]` along the next axis; b and n broadcast."""
     if len(arrays) == 1:
         return arrays[0]

@@ -23,7 +23,6 @@ from mods import MASKS, SCORES, B, D, K, N, S, T
 from testing.combinations import in_chunks
 
 from jax_fastattn import (
-    all_to_all_attention,
     and_masks,
     attention,
     attention_varlen,
@@ -31,10 +30,12 @@ from jax_fastattn import (
     explain,
     or_masks,
     paged_attention,
-    ring_attention,
 )
+from jax_fastattn.canonical import programs as canonical_programs
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.ops.forward import attend_op
+from jax_fastattn.programs import lower
+from jax_fastattn.programs.code import Code
 from jax_fastattn.reference import attention_reference
 from jax_fastattn.spec import AttentionSpec, Operands
 
@@ -384,6 +385,31 @@ def test_inside_shard_map_functions_have_the_indices_of_the_share(checks: bool) 
     assert_same(found, quick_jit(gradient(by_entry))(given, captured, of_all))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("checks", [True, False])
+def test_functions_have_code_inside_shard_map(checks: bool, kind: AxisType) -> None:
+    """Under a mesh JAX put sums and reshards into their derivatives, which have no instruction: no kernel ran them."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    # The codes of functions that were traced elsewhere are kept.
+    canonical_programs._lowered.cache_clear()
+    lower._with_derivatives.cache_clear()
+    slopes, found = mods.array("alibi"), list[Any]()
+
+    def call(x: jax.Array) -> jax.Array:
+        functions = {"score_mod": SCORES["alibi"][0](slopes), "mask_mod": MASKS["documents"]}
+        spec, _ = canonicalize(x, x, x, **functions)
+        found.extend([spec.score_mod, spec.mask_mod])
+        return x
+
+    share = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checks)
+    rows = NamedSharding(mesh, P("x"))
+    jax.eval_shape(share, jax.ShapeDtypeStruct((2 * B, T, N, D), jnp.float32, sharding=rows))
+    assert all(isinstance(x, Code) for x in found)
+    functions = {"score_mod": SCORES["alibi"][0](slopes), "mask_mod": MASKS["documents"]}
+    spec, _ = canonicalize(**mods.draw(), **functions)
+    assert found == [spec.score_mod, spec.mask_mod]
+
+
 def test_new_equal_functions_compile_nothing_and_other_values_count() -> None:
     given = mods.draw()
 
@@ -558,10 +584,9 @@ def test_gradients_of_captured_arrays_run_kernels_or_say_why(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
-def test_functions_without_programs_refuse_them(name: str) -> None:
-    for function in (paged_attention, ring_attention, all_to_all_attention):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; `attention` has it"):
-            function(*[jnp.ones((2, 2, 2, 8))] * 3, **{name: MASKS["causal"]})  # pyright: ignore
+def test_pages_refuse_functions(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; `attention` has it"):
+        paged_attention(*[jnp.ones((2, 2, 2, 8))] * 3, **{name: MASKS["causal"]})  # pyright: ignore
 
 
 def test_a_captured_key_of_random_numbers_is_refused_for_pairs() -> None:

@@ -173,7 +173,7 @@ def backward(
         exponents = half.query, half.key, half.value
         dq, dk, dv = (times_power(x, y[..., None]) for x, y in zip((dq, dk, dv), exponents, strict=True))
     dscaled = cut_head_dim(dq, operands.query.shape[3])
-    products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.drow_bias else None
+    products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.sums_rows else None
     return Gradients(
         query=_scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
@@ -181,7 +181,7 @@ def backward(
         bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, _sink_terms(found, half), operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
-        **({} if kernel.dplane is None else plane_gradient(kernel, operands, found, dlse)),
+        **({} if kernel.dplane is None else plane_gradient(kernel, operands, found, dlse, products)),
     )
 
 

@@ -80,7 +80,11 @@ def diagonal_shape(kernel: KernelSpec, problem: Problem, multiprocessors: int) -
 
 
 def plane_gradient(
-    kernel: KernelSpec, operands: Operands, found: Mapping[str, jax.Array], dlse: jax.Array | None
+    kernel: KernelSpec,
+    operands: Operands,
+    found: Mapping[str, jax.Array],
+    dlse: jax.Array | None,
+    products: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Returns the gradient of the operand with the plane that a launch sums, by name.
 
@@ -88,6 +92,7 @@ def plane_gradient(
         operands: the call's.
         found: what the launch has written, by name.
         dlse: the cotangent of the log-sum-exps `[B, T, N]`, or None for 0.
+        products: as for `bias_gradient`.
     """
     parts = score_parts(kernel.features)
     assert parts is not None and kernel.dplane is not None
@@ -101,7 +106,7 @@ def plane_gradient(
         by_warp = found["dkey_bias"].reshape(operands.query.shape[0], operands.query.shape[2], -1, x.shape[3])
         plane = reduce_to((batch, heads, x.shape[3]), jnp.sum(by_warp, axis=2))
     else:
-        rows = row_gradient(found["dbias"], dlse)
+        rows = row_gradient(found["dbias"], dlse, products)
         plane = reduce_to((batch, heads, 1 if kind == "head" else rows.shape[2]), rows)
     plane = plane[:, :, 0] if kind == "head" else plane
     return {place.operand: jnp.zeros_like(x).at[:, :, place.start].set(plane)}

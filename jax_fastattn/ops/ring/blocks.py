@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operands of a block: what a device computes with the keys of another one, as an ordinary call.
 
-Lengths, offsets, sequences and the columns of bias and mask count from the start of the whole sequence in a call with a
-ring. A block gets the ones of its own rows. All of them depend on the device's index, so they are run-time data.
+Lengths, offsets, sequences, the columns of bias and mask, and the planes of `score_mod` and `mask_mod` count from the
+start of the whole sequence in a call with a ring. A block gets the ones of its own rows. All of them depend on the
+device's index, so they are run-time data.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from jax_fastattn import dropout
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.ring.layout import chunk_starts
 from jax_fastattn.ops.ring.plan import Block, is_placed
+from jax_fastattn.programs.parts import Part, of_part
 from jax_fastattn.ring import Ring
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import PLANES, AttentionSpec, Operands
 
 
 class BlockPlace(NamedTuple):
@@ -71,6 +73,8 @@ def block_call(
         dropout=_dropout(operands.dropout, chunks),
         sequences=_sequences(spec.ring, operands, block, is_aligned, chunks),
     )
+    if spec.has_programs:
+        spec, found = _with_programs(spec, operands, found, part_of(spec.ring, block, place))
     if block.is_half:
         found = _half(found, place)
     return _block_spec(spec, block, place, found), found
@@ -84,7 +88,24 @@ def _block_spec(spec: AttentionSpec, block: Block, place: BlockPlace, operands: 
     is_causal = right == 0
     window = left, None if is_causal else right
     present = operands.present()
-    return dataclasses.replace(spec, is_causal=is_causal, window=window, present=present, ring=None, is_part=True)
+    return dataclasses.replace(
+        spec, is_causal=is_causal, window=window, present=present, ring=None, is_part=True, kept=()
+    )
+
+
+def _with_programs(
+    spec: AttentionSpec, operands: Operands, found: Operands, part: Part
+) -> tuple[AttentionSpec, Operands]:
+    """Returns a spec with the programs of a block, and the operands `found` of the block with their planes."""
+    stacks = {name: x for name in PLANES if (x := getattr(operands, name)) is not None}
+    (score, mask), planes = of_part((spec.score_mod, spec.mask_mod), stacks, part)
+    return dataclasses.replace(spec, score_mod=score, mask_mod=mask), found._replace(**planes)
+
+
+def part_of(ring: Ring, block: Block, place: BlockPlace) -> Part:
+    """Returns which rows of the whole sequence a block with one chunk has."""
+    chunks = _Chunks.of(ring, block, place)
+    return Part(chunks.queries[0], chunks.sources[0], chunks.rows, chunks.keys, ring.size * place.rows)
 
 
 def first_column(ring: Ring, block: Block, place: BlockPlace) -> jax.Array:

@@ -22,14 +22,14 @@ from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.cuda.bias_gradient import XlaRowBias
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import helped, plan
-from jax_fastattn.ops.ring.blocks import block_call
+from jax_fastattn.ops.ring.blocks import block_call, part_of
 from jax_fastattn.ops.ring.helping import balances
 from jax_fastattn.ops.ring.merge import add_columns, add_rows, put
-from jax_fastattn.ops.ring.padding import hide
+from jax_fastattn.ops.ring.padding import cut_planes, hide
 from jax_fastattn.ops.ring.passes import Call
 from jax_fastattn.ops.ring.permute import permute
 from jax_fastattn.ops.ring.plan import Block, Step, View
-from jax_fastattn.spec import QKV, AttentionSpec, Operands
+from jax_fastattn.spec import PLANES, QKV, AttentionSpec, Operands
 
 Sums = dict[str, jax.Array]
 
@@ -43,6 +43,7 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
         rows: output, log-sum-exp, cotangent of the output and, if it is not zero, cotangent of the log-sum-exp.
         wanted: as for `ops.backward.gradient`.
     """
+    given = operands
     spec, operands = hide(spec, operands)
     rows, found, others = list(rows), {}, tuple(name for name in wanted if name != "sinks")
     if "bias" in wanted and spec.logits_soft_cap is None and operands.bias is not None and operands.bias.shape[3] == 1:
@@ -53,6 +54,7 @@ def gradient(spec: AttentionSpec, operands: Operands, rows: Sequence[jax.Array],
         found |= helped.gradient(spec, operands, rows, others)
     else:
         found |= _Backward(Call.of(spec, operands), rows, others).run()
+    found = cut_planes(spec, given, found)
     return {name: found[name] for name in wanted}
 
 
@@ -186,6 +188,8 @@ class _Backward:
     def _add(self, sums: Sums, step: Step, block: Block, found: Mapping[str, jax.Array]) -> Sums:
         """Adds gradients of a block: of queries to the range from `self.first` on, of keys to the fetched ones."""
         added: dict[str, Any] = {}
+        ring = self.call.spec.ring
+        assert ring is not None
         for name, x in found.items():
             if name == "query":
                 added[name] = add_rows(sums[name], x, block.queries.start - self.first)
@@ -193,6 +197,8 @@ class _Backward:
                 added[name] = add_rows(sums[name], x, block.keys.start)
             elif name == "bias":
                 added[name] = add_columns(sums[name], x, block.queries.start, self.call.first_column(step, block))
+            elif name in PLANES:
+                added[name] = part_of(ring, block, self.call.place(step)).add(name, sums[name], x)
             else:
                 added[name] = sums[name] + reduce_to(sums[name].shape, x)
         return sums | added

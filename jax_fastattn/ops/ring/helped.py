@@ -22,12 +22,12 @@ from jax_fastattn.layouts.heads import reduce_to
 from jax_fastattn.ops.abstract import statistics_dtype
 from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.linear import Names
-from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column
+from jax_fastattn.ops.ring.blocks import BlockPlace, block_call, first_column, part_of
 from jax_fastattn.ops.ring.helping import Arrays, HelpStep, Travelers, own_blocks, steps
 from jax_fastattn.ops.ring.merge import RowResults, add_columns, attend, merge
 from jax_fastattn.ops.ring.permute import permute_during
 from jax_fastattn.ops.ring.plan import Block
-from jax_fastattn.spec import QKV, AttentionSpec, Operands
+from jax_fastattn.spec import PLANES, QKV, AttentionSpec, Operands
 
 # A backward pass takes these arrays of queries, in the order in which the op binds them.
 _ROWS = ("out", "lse", "dout", "dlse")
@@ -170,6 +170,8 @@ class _Backward(_Pass):
             total = self.sums[name]
             if name == "bias":
                 self.sums[name] = add_columns(total, x, 0, first_column(self.ring, block, place))
+            elif name in PLANES:
+                self.sums[name] = part_of(self.ring, block, place).add(name, total, x)
             else:
                 self.sums[name] = total + reduce_to(total.shape, x)
         return of_rows

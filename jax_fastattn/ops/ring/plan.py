@@ -129,8 +129,8 @@ class _Planner:
 
     Attributes:
         rows, keys: how many of each a device has.
-        has_pairs: whether a bias or a mask is given, of which a block takes contiguous columns, or dropout, whose rows
-            a block counts from its first ones.
+        has_pairs: whether a bias or a mask is given, of which a block takes contiguous columns, or a function or
+            dropout, for which a block has to know its first rows.
     """
 
     ring: Ring
@@ -154,7 +154,7 @@ class _Planner:
             keys=operands.key.shape[1],
             prunable=is_prunable(spec),
             packed="sequences" in present,
-            has_pairs=bool({"bias", "mask", "dropout"} & set(present)),
+            has_pairs=bool({"bias", "mask", "dropout"} & set(present)) or spec.has_programs,
             has_query_lengths="query_seq_lengths" in present,
             has_dropout="dropout" in present,
         )
