@@ -418,6 +418,7 @@ CHANGES = {
     "dplane": 0,
     "dlse": True,
     "dsinks": True,
+    "small_weights": True,
     "family": "sm90",
     "ordered": True,
     "features": (codes.SINKS,),
