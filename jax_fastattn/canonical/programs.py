@@ -18,6 +18,7 @@ from jax_fastattn.canonical.validation import Axes
 from jax_fastattn.ops.block_mask import BlockMask
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.code import Code
+from jax_fastattn.programs.facts import short_read
 from jax_fastattn.programs.function import Function, Program
 from jax_fastattn.programs.lower import Cut, NoCodeError, lower_mask, lower_score
 from jax_fastattn.programs.planes import PackedRows
@@ -25,7 +26,12 @@ from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, Graph, 
 
 
 def programs(
-    axes: Axes, dtype: Any, score_mod: Any, mask_mod: Any, rows: PackedRows | None = None
+    axes: Axes,
+    dtype: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    rows: PackedRows | None = None,
+    share: tuple[int, int] | None = None,
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Returns the programs by the names that a spec has for them, and operands by name.
 
@@ -35,33 +41,46 @@ def programs(
         score_mod, mask_mod: functions, or a `BlockMask` in the place of the latter.
         rows: of packed sequences. The code of `score_mod` then counts inside the sequence. A function that has no code,
             and `mask_mod`, which takes rows of the arrays, do not.
+        share: how many queries and keys a device has, if the sizes are those of all devices.
+
+    Raises:
+        ValueError: a row of the whole sequence is an index into a captured array of a device's share.
     """
     if score_mod is None and mask_mod is None:
         return {}, {}
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
-    score, of_score = _program("score_mod", score_mod, sizes, wide, rows)
+    score, of_score = _program("score_mod", score_mod, sizes, wide, rows, share)
     if isinstance(mask_mod, BlockMask):
         mask, of_mask = mask_mod.program, [lax.stop_gradient(x) for x in mask_mod.planes]
     else:
-        mask, of_mask = mask_planes(axes, dtype, mask_mod)
+        mask, of_mask = mask_planes(axes, dtype, mask_mod, share)
     return {"score_mod": score, "mask_mod": mask}, planes.stack((score, mask), (of_score, of_mask))
 
 
-def mask_planes(axes: Axes, dtype: Any, mask_mod: Any) -> tuple[Program | None, list[jax.Array]]:
+def mask_planes(
+    axes: Axes, dtype: Any, mask_mod: Any, share: tuple[int, int] | None = None
+) -> tuple[Program | None, list[jax.Array]]:
     """Returns the program of a mask function, and the planes `[b, n, L]` that it reads; see `programs`."""
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
-    program, found = _program("mask_mod", mask_mod, sizes, wide)
+    program, found = _program("mask_mod", mask_mod, sizes, wide, share=share)
     return program, [lax.stop_gradient(x) for x in found]
 
 
 def _program(
-    name: str, function: Any, sizes: tuple[int, int, int, int], wide: Any, rows: PackedRows | None = None
+    name: str,
+    function: Any,
+    sizes: tuple[int, int, int, int],
+    wide: Any,
+    rows: PackedRows | None = None,
+    share: tuple[int, int] | None = None,
 ) -> tuple[Program | None, list[jax.Array]]:
     if function is None:
         return None, []
     names = SCORE_ARGUMENTS if name == "score_mod" else MASK_ARGUMENTS
     arguments = {x: wide if x == "score" else np.int32 for x in names}
     graph, found = trace_call(name, function, arguments)
+    if share is not None:
+        _check_whole(name, graph, share, sizes[2:])
     captured = [_unsplit(x) for x in found]
     # A graph that no other one equals would leave an entry for each call.
     lower = _lowered if graph.is_stable else _lowered.__wrapped__
@@ -72,6 +91,18 @@ def _program(
         graph, found = trace_call(name, of_rows(function, rows), arguments)
         captured = [_unsplit(x) for x in found]
     return _whole(name, graph, captured, sizes, wide, reason)
+
+
+def _check_whole(name: str, graph: Graph, share: tuple[int, int], whole: tuple[int, int]) -> None:
+    """Raises ValueError if a function reads an array of a device's share by a row of the whole sequence."""
+    if found := short_read(graph, share, whole):
+        shape, index, axis = found
+        rows = whole["qk".index(index)]
+        raise ValueError(
+            f"`{name}` reads axis {axis} of an array of shape {shape} by `{index}`, one of {rows} rows of the whole "
+            f"sequence, expected {rows} numbers along that axis; pass the array to the `shard_map` with a spec that "
+            "does not split it along the sequence"
+        )
 
 
 def of_rows(mod: Any, rows: PackedRows) -> Any:

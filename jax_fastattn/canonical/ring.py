@@ -70,7 +70,7 @@ def canonicalize(
     offset, window = arguments.fold_wide_window(
         arguments.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
     )
-    found, of_functions = programs(_whole(axes, ring), operands.query.dtype, score_mod, mask_mod)
+    found, of_functions = programs(_whole(axes, ring), operands.query.dtype, score_mod, mask_mod, share=(rows, keys))
     operands = operands._replace(**planes, **of_functions, query_offset=offset)
     if boundaries is not None:
         operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))

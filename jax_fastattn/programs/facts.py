@@ -59,6 +59,38 @@ def facts(graph: Graph, *, of_sequences: bool = False) -> list[Facts]:
     return found
 
 
+def short_read(graph: Graph, share: tuple[int, int], whole: tuple[int, int]) -> tuple[tuple[int, ...], str, int] | None:
+    """Returns a read of a captured array that has the rows of a device's share where a row of the whole is the index.
+
+    Args:
+        graph: a function of rows of the whole sequence.
+        share, whole: how many queries and keys a device has, and all together.
+
+    Returns:
+        the shape of the array, the index "q" or "k", and its axis; None if there is no such read. Reads by other
+        indices than a row itself are not found.
+    """
+    found = facts(graph)
+    for value in graph.values:
+        if value.op != "dynamic_slice" or found[value.args[0]].kind != "head":
+            continue
+        shape = graph.values[value.args[0]].shape
+        for axis, start in enumerate(value.args[1:]):
+            affine = found[_counted(graph, start)].affine
+            for name, row, own, all_rows in zip("qk", ((1, 0, 0), (0, 1, 0)), share, whole, strict=True):
+                if affine == row and shape[axis] == own < all_rows:
+                    return shape, name, axis
+    return None
+
+
+def _counted(graph: Graph, index: int) -> int:
+    """Returns an index as it was before JAX let negative ones count from the end."""
+    value = graph.values[index]
+    if value.op == "select_n" and graph.values[value.args[0]].op == "lt":
+        return graph.values[value.args[0]].args[0]
+    return index
+
+
 def _facts_of(graph: Graph, value: Value, before: Sequence[Facts], of_sequences: bool) -> Facts:
     if value.op == "captured":
         return Facts(frozenset(), is_own=True)

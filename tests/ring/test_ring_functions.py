@@ -414,6 +414,27 @@ def test_what_is_no_function_or_excludes_one(attend: Any, options: Any, kind: ty
 
 
 @pytest.mark.parametrize("attend", [ring_attention, all_to_all_attention])
+@pytest.mark.parametrize(
+    "mods",
+    [
+        lambda x: {"mask_mod": lambda b, h, q, k: x[b, q] == x[b, k]},
+        lambda x: {"score_mod": lambda s, b, h, q, k: s + 0.1 * x[1, k]},
+    ],
+    ids=["queries", "keys"],
+)
+def test_an_array_of_the_share_is_refused(mods: Any, attend: Any) -> None:
+    """JAX would clamp the index. An array that another number indexes may have any size."""
+    message = r"_mod` reads axis 1 of an array of shape \(2, 3\) by `[qk]`, one of 6 rows of the whole sequence"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            on_devices(2, lambda x: mods(x["ids"][:, :3]), attend=attend), draw(6), {"ids": jnp.zeros((B, 6))}
+        )
+    table = {"ids": jnp.zeros((B, 3))}
+    others = lambda x: {"score_mod": lambda s, b, h, q, k: s + x["ids"][b, q % 3] + x["ids"][b, (k - q) // 4]}
+    jax.eval_shape(on_devices(2, others, attend=attend), draw(6), table)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, all_to_all_attention])
 def test_lists_that_are_kept_are_of_one_device(attend: Any) -> None:
     given = draw(6)
     mask = block_mask(causal(), given["query"], given["key"], given["value"])
