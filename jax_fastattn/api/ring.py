@@ -135,9 +135,9 @@ def ring_attention(
             axis, and rows are those of the whole sequence; batch entries and heads are this device's, so fold the index
             of an axis that splits them into the key. It excludes `boundaries`.
         score_mod, mask_mod: as for `attention`, except that `q` and `k` are rows of the whole sequence, in its own
-            order whatever the layout is. Captured arrays that `q` or `k` index are those of the whole sequence, and
-            are the same on all devices of the axis; `b` and `h` are indices of this device's share. A `BlockMask` is
-            refused. Default: None.
+            order whatever the layout is. Each device of the axis needs the whole of a captured array that `q` or `k`
+            indexes; an array with the rows of the share raises. `b` and `h` are indices of this device's share. A
+            `BlockMask` is refused. Default: None.
         scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic: as
             for `attention`. With a window, only the devices whose keys some query sees are visited.
 

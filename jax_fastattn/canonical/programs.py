@@ -41,7 +41,7 @@ def programs(
         score_mod, mask_mod: functions, or a `BlockMask` in the place of the latter.
         rows: of packed sequences. The code of `score_mod` then counts inside the sequence. A function that has no code,
             and `mask_mod`, which takes rows of the arrays, do not.
-        share: how many queries and keys a device has, if the sizes are those of all devices.
+        share: how many queries and keys a device has, if all devices have the sizes together.
 
     Raises:
         ValueError: a row of the whole sequence is an index into a captured array of a device's share.

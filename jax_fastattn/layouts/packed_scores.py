@@ -15,14 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.layouts import packed
-from jax_fastattn.programs.code import Builder, Code, Plane, operands_of, places
+from jax_fastattn.programs.code import Builder, Code, Plane, is_near, operands_of, places
 from jax_fastattn.programs.function import Program
 from jax_fastattn.spec import Operands
 
 _PLACES = {side: Plane(side, "i", per_batch=True, per_head=False) for side in ("query", "key")}
-
-# Places are below 2^21, so that sums of them with these factors and numbers are exact as float32.
-_MAX_FACTORS, _MAX_CONSTANT = 4, 1 << 22
 
 
 def has_rows_code(program: Program | None) -> bool:
@@ -51,7 +48,7 @@ def code_by_rows(code: Code) -> Code:
         source = code.instructions[operands[0]] if op == "to_float" else ()
         if op == "affine":
             values.append(affine("i", *operands))
-        elif source and source[0] == "affine" and _is_exact(*source[1:]):
+        elif source and source[0] == "affine" and is_near(*source[1:]):
             values.append(affine("f", *source[1:]))  # converted once for a row or a column, not for each score
         else:
             taken = operands_of(instruction)
@@ -59,10 +56,6 @@ def code_by_rows(code: Code) -> Code:
             values.append(builder.put(dtype, op, *fixed, *(values[i] for i in taken)))
     results = [values[i] if i >= 0 else -1 for i in code.results]
     return builder.code([*results, *(-1 for _ in added(code))], planes)
-
-
-def _is_exact(query: int, key: int, constant: int) -> bool:
-    return abs(query) + abs(key) <= _MAX_FACTORS and abs(constant) <= _MAX_CONSTANT
 
 
 def added(code: Code) -> tuple[str, ...]:

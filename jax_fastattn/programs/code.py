@@ -199,3 +199,12 @@ _FOLD: dict[str, Callable[..., Any]] = {
     "eq": lambda x, y: x == y,
     "ne": lambda x, y: x != y,
 }
+
+
+# Positions are below 2^21, so that sums of positions with these factors and numbers are exact as float32.
+_MAX_FACTORS, MAX_CONSTANT = 4, 1 << 22
+
+
+def is_near(query: int, key: int, constant: int) -> bool:
+    """Returns whether `query * q + key * k + constant` is exact as float32 for all positions."""
+    return abs(query) + abs(key) <= _MAX_FACTORS and abs(constant) <= MAX_CONSTANT

@@ -16,7 +16,7 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_mask_mods import BLOCKS, MODS, OTHERS, WINDOWS, B, K, N, S, T, draw
+from test_mask_mods import BLOCKS, MODS, OTHERS, WINDOWS, B, K, N, S, T, draw, results
 
 from jax_fastattn import target_arch
 from jax_fastattn.canonical import packed
@@ -24,7 +24,6 @@ from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.support import unsupported_reasons
 from jax_fastattn.kernels.tiles import lists as tile_lists
-from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import Problem
 
 _MAX_BITS_NBYTES = tile_lists.MAX_BITS_NBYTES
@@ -84,12 +83,9 @@ def test_a_function_gives_the_same_results_with_and_without_bits(arch: str, monk
     found = []
     for limit in (1 << 28, 0):
         monkeypatch.setattr(tile_lists, "MAX_BITS_NBYTES", limit)
-        spec, operands = canonicalize(*draw(64), deterministic=True, mask_mod=mod)
-        out, lse = cuda.forward(spec, operands)
-        gradients = cuda.backward(spec, operands, out, lse, jnp.ones_like(out), None)
-        found.append([out, lse, gradients.query, gradients.key, gradients.value])
+        found.append(results(mask_mod=mod))
     for x, y in zip(*found, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

@@ -72,6 +72,14 @@ def draw(head_dim: int = 8) -> list[jax.Array]:
     return [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
+def results(**options: Any) -> list[np.ndarray]:
+    """Returns output, log-sum-exp and gradients of an emulated call."""
+    spec, operands = canonicalize(*draw(64), deterministic=True, **options)
+    out, lse = cuda.forward(spec, operands)
+    gradients = cuda.backward(spec, operands, out, lse, jnp.ones_like(out), None)
+    return [np.asarray(x) for x in (out, lse, gradients.query, gradients.key, gradients.value)]
+
+
 def by_prepass(spec: AttentionSpec, operands: Operands, config: PrepassConfig) -> list[jax.Array]:
     """Returns lists, bits and counts."""
     lists = prepass.tile_lists(spec, operands, config)
@@ -177,14 +185,9 @@ def test_a_function_gives_the_bits_of_a_mask(arch: str, monkeypatch: pytest.Monk
     """Output, log-sum-exp and all gradients."""
     emulated_ops.emulate(monkeypatch, arch)
     shown = jnp.asarray(np.tri(T, S, dtype=bool))[None, None]
-    found = []
-    for options in ({"mask_mod": lambda b, h, q, k: q >= k}, {"mask": shown}):
-        spec, operands = canonicalize(*draw(64), deterministic=True, **options)
-        out, lse = cuda.forward(spec, operands)
-        gradients = cuda.backward(spec, operands, out, lse, jnp.ones_like(out), None)
-        found.append([out, lse, gradients.query, gradients.key, gradients.value])
-    for x, y in zip(*found, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    by_function, by_mask = results(mask_mod=lambda b, h, q, k: q >= k), results(mask=shown)
+    for x, y in zip(by_function, by_mask, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

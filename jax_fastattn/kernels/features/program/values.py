@@ -18,10 +18,7 @@ from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.features.program import functions
 from jax_fastattn.kernels.features.program.forms import Index, Line, Scaled, add, multiply, negative, number, register
 from jax_fastattn.kernels.features.program.planes import PlaneReader
-from jax_fastattn.programs.code import parsed
-
-# Positions are below 2^21, so that sums of positions with these factors and numbers are exact as float32.
-_MAX_FACTORS, _MAX_CONSTANT = 4, 1 << 22
+from jax_fastattn.programs.code import MAX_CONSTANT, is_near, parsed
 
 
 class Values:
@@ -120,8 +117,8 @@ class Values:
                     term = first() if factor == 1 else first() * factor
                     found = term if found is None else found + term
             self._memo[name] = found
-        is_near = abs(query) + abs(key) <= _MAX_FACTORS and abs(constant) <= _MAX_CONSTANT
-        return Index(self._memo[name], constant + row * 8 * at.i + column * at.column, is_near)
+        step = constant + row * 8 * at.i + column * at.column
+        return Index(self._memo[name], step, is_near(query, key, constant))
 
     def _plane(self, plane: int, at: Any) -> Any:
         kind = self._parts.places[plane].plane.kind
@@ -225,4 +222,4 @@ def _sum(x: Any, y: Any, sign: int) -> Index:
 
 def _is_near(x: Any) -> bool:
     """Returns whether sums with an integer stay in int32, see `Index`."""
-    return abs(x) <= _MAX_CONSTANT if isinstance(x, int) else isinstance(x, Index) and x.is_near
+    return abs(x) <= MAX_CONSTANT if isinstance(x, int) else isinstance(x, Index) and x.is_near
