@@ -18,7 +18,10 @@ TOLERANCE = 1e-5
 
 
 def _run(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns what a recipe defines, and the names that it is given."""
+    """Returns what a recipe defines, the names that it is given, and how many programs each function compiled to.
+
+    Caches are cleared between tests now and then, so programs are counted here.
+    """
     found = dict(names or {})
     with warnings.catch_warnings():
         # flax 0.12.0 looks up two names while it is imported that jax 0.8.0 deprecates.
@@ -26,7 +29,8 @@ def _run(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
         import flax.nnx  # noqa: F401 (a recipe imports it again, without a warning)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(code, found)
-    return found
+    compiled = {name: x._cache_size() for name, x in found.items() if hasattr(x, "_cache_size")}
+    return found | {"programs": compiled}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ def test_plain_recipe_gives_the_tokens_of_whole_texts(plain: dict[str, Any]) -> 
             np.testing.assert_array_equal(logits[count - 1 :].argmax(axis=-1), text[count:])
             np.testing.assert_allclose(plain["logits"][b], logits[-1], atol=TOLERANCE, rtol=TOLERANCE)
     assert plain["cache"]["lengths"].tolist() == [16, 13]
-    assert plain["extend"]._cache_size() == 2  # the prompts, and every step of one token
+    assert plain["programs"]["extend"] == 2  # the prompts, and every step of one token
 
 
 def test_chunks_and_withdrawn_tokens_give_the_same(plain: dict[str, Any]) -> None:
@@ -124,14 +128,14 @@ def test_flax_recipe_gives_attention_over_the_whole_sequence(flax_nnx: dict[str,
         attended = jax.nn.dot_product_attention(layer.query(x), layer.key(x), layer.value(x), is_causal=True)
         expected = layer.out(attended)
     np.testing.assert_allclose(np.concatenate(flax_nnx["outs"], axis=1), expected, atol=TOLERANCE)
-    assert flax_nnx["extend"]._cache_size() == 2
+    assert flax_nnx["programs"]["extend"] == 2
 
 
 def test_pages_give_the_tokens_and_logits_of_the_plain_recipe(in_pages: dict[str, Any], plain: dict[str, Any]) -> None:
     np.testing.assert_array_equal(np.stack(in_pages["paged"]), np.stack(plain["tokens"]))
     np.testing.assert_allclose(in_pages["logits"], plain["logits"], atol=TOLERANCE, rtol=TOLERANCE)
     assert in_pages["cache"]["lengths"].tolist() == [16, 13]
-    assert in_pages["extend_pages"]._cache_size() == 2
+    assert in_pages["programs"]["extend_pages"] == 2
 
 
 def test_sequences_take_pages_as_they_grow_and_leave_others_alone(in_pages: dict[str, Any]) -> None:
