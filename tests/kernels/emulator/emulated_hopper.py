@@ -32,8 +32,8 @@ from jax_fastattn.kernels.device.wgmma import atom_columns
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import backward_scratch
 from jax_fastattn.kernels.sm90.backward.launches import BackwardKernel, HeadOrders
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.forward.kernel import ForwardKernel
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 
 
 def start(launch: Launch, texts: dict[str, str], memory: Memory) -> None:

@@ -15,8 +15,8 @@ from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, 
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, dq_config
-from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, Registers, padded_head_dim
+from jax_fastattn.kernels.sm90.operand_memory import OperandMemory
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind, Order
 from jax_fastattn.kernels.tiles.records import slot_count

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from jax_fastattn.kernels.device.regions import Barriers, NamedBarrier, Region, Row, disjoint
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
+from jax_fastattn.kernels.sm90.operand_memory import OperandMemory
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 

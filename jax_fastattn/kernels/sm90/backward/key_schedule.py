@@ -24,8 +24,8 @@ from jax_fastattn.kernels.sm90.backward.bias_order import entries_together
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.backward.listed_tiles import KeyTileList, KeyTilePlace
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 from jax_fastattn.kernels.sums.units import Units
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.tiles.records import slot_count

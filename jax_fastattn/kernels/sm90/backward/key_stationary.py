@@ -21,8 +21,8 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig, BackwardMemory
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeySchedule, KeyTile, key_schedule
 from jax_fastattn.kernels.sm90.backward.loader import BackwardProducer
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 from jax_fastattn.kernels.sums.row_preprocess import nonzero
 
 

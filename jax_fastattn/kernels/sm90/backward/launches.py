@@ -27,7 +27,7 @@ from jax_fastattn.kernels.sm90.backward.dkdv.kernel import DkdvKernel
 from jax_fastattn.kernels.sm90.backward.dkdv_dq.kernel import DkdvDqKernel
 from jax_fastattn.kernels.sm90.backward.dq.kernel import DqKernel
 from jax_fastattn.kernels.sm90.backward.preprocess import PreprocessKernel
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 
 
 class HeadOrders(NamedTuple):

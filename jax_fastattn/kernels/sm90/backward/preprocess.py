@@ -28,8 +28,9 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward import gradient
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT, BackwardConfig, stats_row_nbytes
 from jax_fastattn.kernels.sm90.backward.listed_tiles import key_tile_count
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, preprocess_schedule
+from jax_fastattn.kernels.sm90.backward.row_schedule import preprocess_schedule
 from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 from jax_fastattn.kernels.sm90.work import Work
 from jax_fastattn.kernels.sums.row_preprocess import (
     Base2,

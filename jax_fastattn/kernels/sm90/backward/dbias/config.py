@@ -13,8 +13,8 @@ from jax_fastattn.kernels.device.regions import Barriers, Region, Row
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import stats_row_nbytes
-from jax_fastattn.kernels.sm90.backward.memory import OperandMemory
 from jax_fastattn.kernels.sm90.geometry import TILE_ALIGNMENT, WARPGROUP_ROWS, TwoConsumers, padded_head_dim
+from jax_fastattn.kernels.sm90.operand_memory import OperandMemory
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
 from jax_fastattn.kernels.tiles.lists import LIVE_WORDS
 

@@ -37,9 +37,9 @@ from jax_fastattn.kernels.sm90.backward.hidden_rows import SharedRows
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import LaneKeys
 from jax_fastattn.kernels.sums.units import over_ds

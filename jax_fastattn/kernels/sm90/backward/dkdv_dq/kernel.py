@@ -31,8 +31,8 @@ from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_semaphore import DqSemaphore
 from jax_fastattn.kernels.sm90.backward.dkdv_dq.dq_state import CountingWarp, DqWarpgroup
 from jax_fastattn.kernels.sm90.backward.key_schedule import Call, KeyTile
 from jax_fastattn.kernels.sm90.backward.key_stationary import KeyStationary
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
+from jax_fastattn.kernels.sm90.query_order import HeadOrder
 
 
 class DkdvDqKernel:

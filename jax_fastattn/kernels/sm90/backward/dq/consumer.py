@@ -7,7 +7,6 @@ tiles are visited as in `forward/consumer.py`: from the right edge to the left, 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -20,7 +19,6 @@ from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words, warpgroup_words
 from jax_fastattn.kernels.device.row_store import ResultRow, RowStore, strided
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.features.visible.bounds import Visibility
 from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
@@ -28,10 +26,11 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dq.products import DqProducts
 from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
-from jax_fastattn.kernels.sm90.backward.dq.tile import DqTile
 from jax_fastattn.kernels.sm90.backward.dq_config import DqBarrier, DqConfig
+from jax_fastattn.kernels.sm90.backward.gradient import load_units
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
-from jax_fastattn.kernels.sums.units import over_ds
+from jax_fastattn.kernels.sm90.query_tile import ListedEdge, RowTile
+from jax_fastattn.kernels.sums.units import Units, over_ds
 from jax_fastattn.kernels.tiles.plan import Order
 from jax_fastattn.kernels.visits.visit import Phase, Visit
 
@@ -47,18 +46,6 @@ class RowStatistics:
 
     lse2: Float32
     delta: Float32
-
-
-class _ListedEdge(NamedTuple):
-    """Holds what is known of a masked tile of a list before its scores are.
-
-    Attributes:
-        entry: the tile's entry in its list.
-        bits: which of the lane's scores count.
-    """
-
-    entry: Int32
-    bits: Bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +68,7 @@ class DqConsumer:
 
     spec: KernelSpec
     shared: DqShared
-    work: DqTile
+    work: RowTile
     score: Score
     ring: wgmma.Ring
     key_stage: cute.Tensor
@@ -98,7 +85,7 @@ class DqConsumer:
         cls,
         spec: KernelSpec,
         shared: DqShared,
-        work: DqTile,
+        work: RowTile,
         score: Score,
         buffers: Buffers,
         thread: Int32,
@@ -207,9 +194,14 @@ class DqConsumer:
         """Waits for this warpgroup's dO, once: no copy may outlive its CTA."""
         wgmma.wait(self.shared.dout_full + self.group, Int32(0))
 
+    def _units(self) -> Units:
+        """Loads the units of the head, where they are needed: nothing keeps them in registers."""
+        work = self.work
+        return load_units(self.spec, self.buffers, work.queries, work.num_heads // work.group, work.kv_head)
+
     def _scale_dout(self) -> None:
         """Multiplies this warpgroup's dO, which stays, by the unit of dP."""
-        units, table = self.work.units(self.spec, self.buffers), self.shared.memory.table
+        units, table = self._units(), self.shared.memory.table
         if self.spec.has_gradient_units:
             address = self.shared.regions.stage("dout", self.group)
             scaling.scale_tile(address, table["dout"].pitch, self.products.words, units.dp, DqBarrier.WARPGROUP)
@@ -246,29 +238,12 @@ class DqConsumer:
                 values.append(value if edge is None else edge.select(value, at))
             products.factor.put(pair, products.words.pair(*values))
 
-    def _load_bits(self, index: Int32, *, first: bool) -> "_ListedEdge | None":
-        """Loads the bits of an edge tile of a list, long before they are used.
+    def _load_bits(self, index: Int32, *, first: bool) -> ListedEdge | None:
+        """Loads the bits of an edge tile of a list, see `RowTile.load_bits`."""
+        fragment, lane = self.group * 4 + self.thread // 32, self.thread % 32
+        return self.work.load_bits(index, fragment, lane, first=first)
 
-        The first tile counts as masked, and has no bits if it is full.
-        """
-        work, listed = self.work, self.work.listed
-        if listed is None:
-            return None
-        entry = cute.arch.make_warp_uniform(work.visit.entry(index))
-        tile, fragment, lane = work.visit.tile_of(entry), self.group * 4 + self.thread // 32, self.thread % 32
-        if not first:
-            return _ListedEdge(entry, Bits([listed.bits.fragment(tile, fragment, lane)]))
-        words = cute.make_rmem_tensor((listed.bits.config.words,), Int32)
-        words.fill(-1)
-
-        def load() -> None:
-            for i, word in enumerate(listed.bits.fragment(tile, fragment, lane)):
-                words[i] = word
-
-        cutlass.if_generate(Boolean(work.visit.is_edge(index)), load)
-        return _ListedEdge(entry, Bits([[words[i] for i in range(listed.bits.config.words)]]))
-
-    def _edge(self, tile: ScoreTile, listed: "_ListedEdge | None") -> Edge:
+    def _edge(self, tile: ScoreTile, listed: ListedEdge | None) -> Edge:
         """Returns what is hidden in a tile."""
         if listed is not None:
             return self.score.edges(listed.bits.rows())
@@ -297,7 +272,7 @@ class DqConsumer:
             barrier=DqBarrier.WARPGROUP,
         )
 
-    def _zero_dead_keys(self, edge: "_ListedEdge", stage: Int32) -> None:
+    def _zero_dead_keys(self, edge: ListedEdge, stage: Int32) -> None:
         """Zeroes the rows of K of an edge tile that no query of the CTA sees. Each warpgroup does so for itself."""
         work, listed, keys = self.work, self.work.listed, self.config.keys
         assert listed is not None
@@ -315,7 +290,7 @@ class DqConsumer:
     def store(self, scale: Float32) -> None:
         """Stores dq from registers, times a factor."""
         work, nbytes = self.work, self.spec.result_nbytes * self.spec.head_dim
-        factor = over_ds(work.units(self.spec, self.buffers), scale)
+        factor = over_ds(self._units(), scale)
         first = work.queries.row_head(work.row, work.num_heads, work.head)
         rows = RowStore(
             address=strided(self.buffers.dq.toint() + first * nbytes, Int64(work.num_heads) * nbytes),
@@ -333,7 +308,7 @@ class DqConsumer:
             rows.store_live(self.products.dq, copies.Rows(None, work.bounds.query_end - work.row), factor)
 
 
-def _load_statistics(stats: cute.Pointer, work: DqTile, row: Int32) -> list[RowStatistics]:
+def _load_statistics(stats: cute.Pointer, work: RowTile, row: Int32) -> list[RowStatistics]:
     """Returns the statistics of a lane's two rows, the first of which is `row` of the sequence."""
     rows = work.queries.padded_rows(ROW_ALIGNMENT)
     head_row = work.queries.padded_row(Int64(work.head_index), ROW_ALIGNMENT)

@@ -28,9 +28,9 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.dq.consumer import DqConsumer
 from jax_fastattn.kernels.sm90.backward.dq.shared import DqShared
-from jax_fastattn.kernels.sm90.backward.dq.tile import DqTile
 from jax_fastattn.kernels.sm90.backward.dq_config import DqConfig, DqMemory
-from jax_fastattn.kernels.sm90.backward.row_schedule import HeadOrder, dq_schedule
+from jax_fastattn.kernels.sm90.query_order import HeadOrder, query_schedule
+from jax_fastattn.kernels.sm90.query_tile import RowTile
 from jax_fastattn.kernels.tiles.plan import Order
 
 
@@ -42,7 +42,7 @@ class DqKernel:
         self.spec = spec
         self.config: DqConfig = spec.config.dq
         self.memory = DqMemory.of(spec, self.config)
-        self.schedule = dq_schedule(spec, self.config.rows)
+        self.schedule = query_schedule(spec, self.config.rows)
         self.dtype = wgmma.OPERAND_DTYPE[spec.product_dtype]
 
     def launch(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> Launch:
@@ -76,13 +76,13 @@ class DqKernel:
 
         cutlass.if_generate(warp_index >= config.consumer_threads // 32, produce, consume)
 
-    def _work(self, buffers: Buffers, sizes: Sizes, order: HeadOrder) -> DqTile:
+    def _work(self, buffers: Buffers, sizes: Sizes, order: HeadOrder) -> RowTile:
         """Returns the query rows of this CTA, and the key tiles that they see."""
         block, _, _ = cute.arch.block_idx()
         work = self.schedule.at(block, order, buffers, sizes)
-        return DqTile.of(self.spec, self.config, work, buffers, sizes)
+        return RowTile.of(self.spec, self.config, work, buffers, sizes)
 
-    def _produce(self, shared: DqShared, work: DqTile, tma: Tma) -> None:
+    def _produce(self, shared: DqShared, work: RowTile, tma: Tma) -> None:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
         config, memory = self.config, self.memory
         ring = wgmma.Ring(shared.full, shared.empty, config.stages)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared memories of the main backward kernels have in common. Pure Python, no import of the DSL."""
+"""What the shared memories of kernels with resident operands have in common. Pure Python, no import of the DSL."""
 
 from __future__ import annotations
 
