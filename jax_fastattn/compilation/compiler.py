@@ -29,9 +29,11 @@ from jax_fastattn.kernels.prepass import kernel as prepass
 from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
 from jax_fastattn.kernels.sm80.decode import kernel as sm80_decode
 from jax_fastattn.kernels.sm80.forward import kernel as sm80_forward
+from jax_fastattn.kernels.sm80.tangent import kernel as sm80_tangent
 from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
 from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
 from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
+from jax_fastattn.kernels.sm90.tangent import kernel as sm90_tangent
 
 # csrc/store.cc looks the host function up under this name.
 FUNCTION_PREFIX = "jax_fastattn"
@@ -45,9 +47,11 @@ KERNELS: dict[tuple[str, str], Any] = {
     ("sm80", "forward"): sm80_forward.ForwardKernel,
     ("sm80", "decode"): sm80_decode.DecodeKernel,
     ("sm80", "backward"): sm80_backward.BackwardKernel,
+    ("sm80", "tangent"): sm80_tangent.TangentKernel,
     ("sm90", "forward"): sm90_forward.ForwardKernel,
     ("sm90", "decode"): sm90_decode.DecodeKernel,
     ("sm90", "backward"): sm90_backward.BackwardKernel,
+    ("sm90", "tangent"): sm90_tangent.TangentKernel,
 }
 _DTYPES = {
     "bfloat16": cutlass.BFloat16,

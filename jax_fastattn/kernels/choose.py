@@ -18,9 +18,11 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm80.forward import config as sm80
+from jax_fastattn.kernels.sm80.tangent import config as sm80_tangent
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
+from jax_fastattn.kernels.sm90.tangent import config as sm90_tangent
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
@@ -35,8 +37,7 @@ SHORT_LOADING_LENGTH = 1024
 # Keys of few queries are split from this many keys on; fewer were not timed.
 MIN_SPLIT_KEYS = 128
 
-# Keys may be split for up to this many rows, queries times query heads of a key/value head; for more only where
-# `_most_split_rows` says so.
+# Keys may be split for up to this many rows, queries times query heads of a group; for more see `_most_split_rows`.
 MAX_SPLIT_ROWS = 64
 
 # This many SMs stream as much as the whole GPU: an H100 has 3 TB/s, one of its SMs 75 GB/s.
@@ -50,8 +51,7 @@ _LAUNCH_NBYTES = 16 << 20
 _MAX_WHOLE_NBYTES = 1 << 20
 
 # Units of deterministic calls are cut into portions of this many keys: at head dim 128, what a CTA alone reads of a
-# unit, see above. With 1024 keys, calls of 64 rows would take 1.15 times as long as by equal shares, by the model of
-# notebook/bits.md.
+# unit, see above. notebook/bits.md has a model of other numbers.
 _PORTION_KEYS = 2048
 
 # CTAs add in one order up to this mean length of packed sequences; the padding on each side counts as one of them.
@@ -66,9 +66,9 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
     to the next, which needs short heads; and if CTAs that begin together wait for each other less than that saves,
-    which needs many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences
-    only the mean length is known. Documents that segment ids tell apart count as short, since nothing is known of them;
-    so do documents of a long mask that comes with `is_causal`, since it hides more than later keys.
+    which needs many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences only the mean
+    length is known. Documents that segment ids tell apart count as short, since nothing is known of them; so do
+    documents of a long mask that comes with `is_causal`, since it hides more than later keys.
 
     Args:
         one_sided_window: see `BoundsKind.one_sided_window`.
@@ -114,8 +114,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
-        rows: for a decoding kernel, queries times query heads of a group; by default the rows of the previous config,
-            else 1.
+        rows: for a decoding kernel, queries times query heads of a group; by default as in the previous config, else 1.
     """
     if spec.op == "prepass":
         return spec
@@ -125,10 +124,12 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         config = (sm90_decode if spec.family == "sm90" else sm80_decode).decode_config(spec, rows)
         if spec.config:
             config = replace(config, splits=spec.config.splits, portion=spec.config.portion)
-    elif spec.op == "forward":
-        config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
-    else:
+    elif spec.op == "tangent":
+        config = (sm90_tangent if spec.family == "sm90" else sm80_tangent).tangent_config(spec)
+    elif spec.op == "backward":
         config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
+    else:
+        config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     if codes.SINKS in spec.features or spec.family == "sm80" or spec.products == "bf16x3":
         exact = {codes.SOFT_CAP: codes.EXACT_SOFT_CAP}
         spec = replace(spec, features=tuple(exact.get(code, code) for code in spec.features))
@@ -247,8 +248,8 @@ def _most_split_rows(problem: Problem) -> int:
     """Returns up to how many rows keys are split. Over 64 the products take longer than the loads of K and V.
 
     The forward kernel has faster products. But it leaves SMs idle if there are few heads, and its tiles have rows of
-    one query head, most of which do not exist if the group is large. Head dims over 128
-    were not timed; at 256 the partial outputs do not fit the shared memory of all GPUs.
+    one query head, most of which do not exist if the group is large. Head dims over 128 were not timed; at 256 the
+    partial outputs do not fit the shared memory of all GPUs.
     """
     units = problem.batch * problem.num_kv_heads
     few_units = 2 * units <= H100_MULTIPROCESSORS and not problem.spec.deterministic
@@ -335,13 +336,14 @@ def takes_terms(problem: Problem, *, dbias: bool) -> bool:
 
 def kernel_spec(
     problem: Problem,
-    op: Literal["forward", "decode", "backward"],
+    op: Literal["forward", "decode", "backward", "tangent"],
     arch: str,
     *,
     dlse: bool = False,
     dsinks: bool = False,
     dbias: bool = False,
     dplane: int | None = None,
+    moved: tuple[str, ...] = (),
 ) -> KernelSpec:
     """Returns the compile key of a problem for an operation that can run it; see `KernelSpec` for what is asked for."""
     spec = (problem := problem_by_rows(problem, sums_plane=dplane is not None)).spec
@@ -377,6 +379,7 @@ def kernel_spec(
         bias_dtype=stored_dtype(problem.bias_dtype) if bias == "matrix" and problem.bias_dtype else None,
         dbias=dbias,
         dplane=dplane,
+        moved=moved,
         features=_features(problem, op, family),
         products=products,
         family=family,

@@ -31,8 +31,9 @@ class KernelSpec:
     """Everything that is compiled into one kernel object.
 
     Attributes:
-        op: "forward"; "decode", the forward pass of few queries, whose keys are split; "backward"; or "prepass", which
-            writes the lists and bits of `tiles/lists.py` for a mask or ids.
+        op: "forward"; "decode", the forward pass of few queries, whose keys are split; "backward"; "tangent", the
+            tangents of output and log-sum-exp; or "prepass", which writes the lists and bits of `tiles/lists.py` for a
+            mask or ids.
         arch: target architecture, such as "sm_80" or "sm_90a", or one of `architectures.BORROWED`, which may have a
             suffix.
         family: whose kernel it is, "sm80" (portable) or "sm90" (Hopper).
@@ -64,15 +65,16 @@ class KernelSpec:
         bias_dtype: dtype of a matrix; "float32" stands for two terms in bfloat16, `bias_terms`. None for other kinds.
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
+        moved: of a tangent, which of query, key and value have one.
         dplane: the plane of the score function whose gradient the backward pass computes; None for none.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
-            or for the backward pass `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or for the prepass
-            `PrepassConfig`. None in a key that `choose.configured` has yet to complete.
+            or for the backward pass `DkdvDqConfig` (portable) or `BackwardConfigs` (Hopper), or `TangentConfig`, or for
+            the prepass `PrepassConfig`. None in a key that `choose.configured` has yet to complete.
     """
 
-    op: Literal["forward", "decode", "backward", "prepass"]
+    op: Literal["forward", "decode", "backward", "tangent", "prepass"]
     arch: str
     operand_dtype: Literal["bfloat16", "float16"]
     head_dim: int
@@ -100,6 +102,7 @@ class KernelSpec:
     bias_dtype: BiasDtype | None = None
     dbias: bool = False
     splits_dbias: bool = False
+    moved: tuple[str, ...] = ()
     dplane: int | None = None
     features: tuple[Code, ...] = ()
     products: Products = "native"
@@ -154,6 +157,26 @@ class KernelSpec:
     def has_gradient_units(self) -> bool:
         """Whether P and dS are rounded to float16, which has few small numbers: see `sums/units.py`."""
         return self.op == "backward" and self.product_dtype == "float16" and self.products == "native"
+
+    @property
+    def moves_query(self) -> bool:
+        """Whether the query has a tangent."""
+        return "query" in self.moved
+
+    @property
+    def moves_key(self) -> bool:
+        """Whether the key has a tangent."""
+        return "key" in self.moved
+
+    @property
+    def moves_value(self) -> bool:
+        """Whether the value has a tangent."""
+        return "value" in self.moved
+
+    @property
+    def moves_scores(self) -> bool:
+        """Whether scores have tangents."""
+        return self.moves_query or self.moves_key
 
     @property
     def offset_operand(self) -> bool:

@@ -33,6 +33,8 @@ from jax_fastattn.spec import Problem, is_known
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
+# Of tangents.
+MAX_TANGENT_HEAD_DIM = 128
 # With three bfloat16 products, GPUs with less shared memory for a CTA take head dims up to `NARROW_HEAD_DIM`.
 _WIDE_NBYTES = 128 << 10
 
@@ -197,6 +199,20 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
 def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     """Returns every reason why no CUDA kernel computes gradients of operands that are wanted, if it runs the call."""
     return _captured_reasons(problem, wanted) + (_steep_reasons(problem) if wanted else [])
+
+
+def tangent_reasons(problem: Problem) -> list[Reason]:
+    """Returns every reason why no CUDA kernel computes tangents of a call that the kernels run."""
+    spec, head_dims = problem.spec, (problem.head_dim, problem.v_head_dim)
+    checks = (
+        (problem.dtype == "bfloat16", f"operands are {problem.dtype}, not bfloat16"),
+        (max(head_dims) <= MAX_TANGENT_HEAD_DIM, f"a head dim is {max(head_dims)}, over {MAX_TANGENT_HEAD_DIM}"),
+        (problem.bias_shape is None, "there is a bias"),
+        (spec.score_mod is None, "there is a `score_mod`"),
+        ("dropout" not in spec.present, "there is dropout"),
+        (not spec.is_part, "a mesh splits its rows"),
+    )
+    return [Reason("derivative", text) for is_met, text in checks if not is_met]
 
 
 def _steep_reasons(problem: Problem) -> list[Reason]:

@@ -23,14 +23,15 @@ from jax_fastattn.kernels.support import (
     describe_portable_forward,
     gradient_reasons,
     speed_note,
+    tangent_reasons,
     unsupported_reasons,
 )
 from jax_fastattn.ops import call_sites
 from jax_fastattn.spec import Problem
 
-# This is why tangents and second derivatives take the XLA path in every call.
-NO_DERIVATIVE_KERNELS = (
-    "no kernel computes tangents (forward mode) or second derivatives; outputs and gradients still run the kernels"
+# This is why second derivatives take the XLA path in every call.
+NO_SECOND_DERIVATIVES = (
+    "no kernel computes second derivatives; outputs, gradients and tangents (forward mode) still run the kernels"
 )
 
 # `explain` also says this of a paged call.
@@ -117,13 +118,33 @@ def takes_cuda(problem: Problem, wanted: Collection[str] = ()) -> bool:
     return not reasons
 
 
-def note_derivative(problem: Problem) -> None:
-    """Warns of a tangent or a second derivative that is lowered for CUDA, if the call itself runs the kernels.
+def takes_tangent_kernel(problem: Problem) -> bool:
+    """Returns whether a tangent that is lowered for CUDA runs a kernel; warns if the call alone does.
+
+    Raises:
+        NotImplementedError: `implementation` is "cuda" and no kernel can run the tangent.
+    """
+    if problem.is_empty or problem.spec.implementation == "xla":
+        return False
+    reasons = tangent_reasons(problem)
+    if not reasons:
+        return takes_cuda(problem)
+    causes = " and ".join(reason.text for reason in reasons)
+    text = f"no kernel computes tangents (forward mode) of this call: {causes}; outputs and gradients still run kernels"
+    _note_derivative(problem, Reason("derivative", text))
+    return False
+
+
+def note_second_derivative(problem: Problem) -> None:
+    """Warns of a second derivative that is lowered for CUDA, if the call itself runs the kernels.
 
     Raises:
         NotImplementedError: `implementation` is "cuda".
     """
-    reason = Reason("derivative", NO_DERIVATIVE_KERNELS)
+    _note_derivative(problem, Reason("derivative", NO_SECOND_DERIVATIVES))
+
+
+def _note_derivative(problem: Problem, reason: Reason) -> None:
     if problem.spec.implementation == "cuda" and not problem.is_empty:
         raise _refusal([reason])
     if takes_cuda(problem):

@@ -101,7 +101,7 @@ def define(
         return abstract.lower_on_one_device(functools.partial(xla, tuning=tuning, **params), ctx, *values)
 
     def without_kernel(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, **params: Any) -> Any:
-        dispatch.note_derivative(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)])))
+        dispatch.note_second_derivative(Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)])))
         return lower(ACCELERATOR, ctx, *values, spec=spec, **params)
 
     # It is not inlined: the layers of a model share one function, on every path.

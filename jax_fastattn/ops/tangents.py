@@ -25,14 +25,15 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
-from jax_fastattn.ops import abstract, linear
+from jax_fastattn.ops import abstract, dispatch, linear
 from jax_fastattn.ops.backward import Cotangents, Saved, cotangent_arrays, gradient, gradient_op, wanted_names
+from jax_fastattn.ops.cuda import tangents as cuda
 from jax_fastattn.ops.linear import Names
-from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, AttentionSpec, Operands, Problem
 from jax_fastattn.xla import tangents as xla
-from jax_fastattn.xla.chunks import CPU, Tuning
+from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
 Tangents = Mapping[str, Any]
 
@@ -90,7 +91,20 @@ def _of_call(spec: AttentionSpec, saved: Saved) -> tuple[Operands, jax.Array, ja
     return spec.operands(saved[:-2]), saved[-2], saved[-1]
 
 
-tangent_op = linear.define("jax_fastattn_tangent", "jax_fastattn_forward_tangent", _rows, _tangent)
+def _lower_tangent(ctx: mlir.LoweringRuleContext, *values: Any, spec: AttentionSpec, moved: Names) -> Any:
+    """Lowers a share for CUDA."""
+    problem = Problem.of(spec, spec.operands(ctx.avals_in[: len(spec.present)]))
+
+    def launch(*arrays: jax.Array) -> Sequence[jax.Array]:
+        saved, _, (u,) = _split(arrays, spec, 0, moved)
+        return cuda.tangent(spec, *_of_call(spec, saved), u)
+
+    on_xla = functools.partial(_tangent, spec=spec, moved=moved, tuning=ACCELERATOR)
+    run = launch if dispatch.takes_tangent_kernel(problem) else on_xla
+    return abstract.lower_on_one_device(run, ctx, *values)
+
+
+tangent_op = linear.define("jax_fastattn_tangent", "jax_fastattn_forward_tangent", _rows, _tangent, _lower_tangent)
 second_tangent_op = linear.define(
     "jax_fastattn_second_tangent", "jax_fastattn_forward_second_tangent", _rows, _second_tangent
 )

@@ -392,6 +392,7 @@ def compiler_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CHANGES = {
     "op": "backward",
+    "moved": ("query",),
     "arch": "sm_80",
     "operand_dtype": "float16",
     "products": "bf16x3",

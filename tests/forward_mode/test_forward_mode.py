@@ -468,29 +468,68 @@ def test_a_hessian_product_takes_the_tangents_that_jax_has(mode: str) -> None:
     assert re.findall(r"with_results=(\w+)", text) == [str(mode == "forward-over-reverse")]
 
 
-@pytest.mark.parametrize("mode", ["jvp", *HVPS])
-def test_outputs_and_gradients_run_kernels(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A jvp launches the forward kernel, an HVP in any order the backward kernel too; one warning tells the rest."""
+def test_a_jvp_runs_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It launches the forward kernel and the one of tangents, without a warning."""
     calls.lower_for_cuda(monkeypatch, tmp_path)
-    run = HVPS[mode](ours) if mode in HVPS else lambda x, u: jax.jvp(ours, x, u)
-    with pytest.warns(UserWarning, match="no kernel computes tangents") as caught:
-        text = calls.cuda_text(run, half(X), half(U))
+    text = calls.cuda_text(lambda x, u: jax.jvp(ours, x, u), half(X), half(U))
+    assert calls.count_launches(text) == 2
+    assert _shares(text) == {"forward", "forward_tangent"}
+
+
+@pytest.mark.parametrize("mode", HVPS)
+def test_hessian_products_run_three_kernels(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In any order an HVP launches the backward kernel, too; one warning tells the rest."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    with pytest.warns(UserWarning, match="no kernel computes second derivatives") as caught:
+        text = calls.cuda_text(HVPS[mode](ours), half(X), half(U))
     assert len(caught) == 1
     assert __file__ in str(caught[0].message)
-    assert calls.count_launches(text) == (2 if mode in HVPS else 1)
-    shares = {"forward", "forward_tangent"} | ({"backward", "backward_tangent"} if mode in HVPS else set())
-    assert set(re.findall(r"func private @jax_fastattn_((?!launch)\w+)\(", text)) == shares
+    assert calls.count_launches(text) == 3
+    assert _shares(text) == {"forward", "forward_tangent", "backward", "backward_tangent"}
 
 
-def test_insisting_on_kernels_refuses_tangents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _shares(text: str) -> set[str]:
+    return set(re.findall(r"func private @jax_fastattn_((?!launch)\w+)\(", text))
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "operands are float16": {"dtype": jnp.float16},
+    "a head dim is 136": {"head_dim": 136},
+    "there is a bias": {"bias": jnp.ones((1, 1, 1, 9))},
+    "there is a `score_mod`": {"score_mod": lambda score, b, h, q, k: score * 2.0},
+    "there is dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("cause", UNSUPPORTED)
+def test_tangents_without_a_kernel_say_why(cause: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A jvp launches the forward kernel, and one warning tells the rest; whoever insists gets an error."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    options = dict(UNSUPPORTED[cause])
+    shape, dtype = (1, 9, 2, options.pop("head_dim", 16)), options.pop("dtype", jnp.bfloat16)
+    x = (jnp.ones(shape, dtype),) * 3
+
+    def tangent(**more: Any) -> str:
+        return calls.cuda_text(lambda x, u: jax.jvp(lambda *x: attention(*x, **options, **more), x, u), x, x)
+
+    with pytest.warns(UserWarning, match=f"no kernel computes tangents.*{cause}") as caught:
+        assert calls.count_launches(tangent()) == 1
+    assert len(caught) == 1
+    assert __file__ in str(caught[0].message)
+    with pytest.raises(NotImplementedError, match=rf'implementation="cuda".*\n.*no kernel computes tangents.*{cause}'):
+        tangent(implementation="cuda")
+
+
+def test_insisting_on_kernels_refuses_second_derivatives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls.lower_for_cuda(monkeypatch, tmp_path)
 
     def insisting(*x: jax.Array) -> jax.Array:
         return attention(*x, implementation="cuda")
 
     assert calls.count_launches(calls.cuda_text(jax.grad(loss(insisting), ARGS), *half(X))) == 2
-    with pytest.raises(NotImplementedError, match=r'implementation="cuda".*\n.*no kernel computes tangents'):
-        calls.cuda_text(lambda x, u: jax.jvp(insisting, x, u), half(X), half(U))
+    assert calls.count_launches(calls.cuda_text(lambda x, u: jax.jvp(insisting, x, u), half(X), half(U))) == 2
+    with pytest.raises(NotImplementedError, match=r'implementation="cuda".*\n.*no kernel computes second derivatives'):
+        calls.cuda_text(HVPS["forward-over-reverse"](insisting), half(X), half(U))
 
 
 def test_a_call_that_no_kernel_runs_does_not_warn_of_tangents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

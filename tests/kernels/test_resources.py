@@ -127,7 +127,7 @@ def _launches(spec: KernelSpec) -> int:
     more = int(spec.sums_dbias)
     if spec.op == "decode":
         return 1 + int(spec.config.splits)
-    return {"forward": 1 + int(spec.has_tile_counter), "backward": 3 + more}[spec.op]
+    return {"forward": 1 + int(spec.has_tile_counter), "backward": 3 + more, "tangent": 1}[spec.op]
 
 
 def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_bytes: int) -> None:
@@ -140,6 +140,14 @@ def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_byt
 
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+# Head dims and features of tangents, and their local memory on Hopper.
+TANGENT_DIMS = [(64, 64), (96, 96), (128, 128)]
+TANGENTS = {"full": 0, "everything": 0, "listed": 0, "compared": 8}
+
+
+def _tangent_specs(family: str, arch: str, features: str) -> list[KernelSpec]:
+    moved = {**FEATURES[features], "moved": ("query", "key", "value")}
+    return [_spec(family, "tangent", arch, dims, moved) for dims in TANGENT_DIMS]
 
 
 def _portable_rows(architectures: Sequence[str]) -> list[tuple[str, str, str, str]]:
@@ -655,6 +663,7 @@ def rows(every_arch: bool = False) -> dict[str, KernelSpec]:
         named += [
             (features, x) for op in ("forward", "backward") for features in HOPPER for x in _hopper_specs(op, features)
         ]
+        named += [(features, x) for features in TANGENTS for x in _tangent_specs("sm90", "sm_90a", features)]
         named += [(features, x) for features in BIASES for x in _hopper_specs("forward", features)]
         named += [(features, x) for features in BIAS_GRADIENTS for x in _bias_gradient_specs(features)]
     found = {_row_name(features, spec): spec for features, spec in named}
@@ -729,6 +738,21 @@ def test_hopper_rows_neither_spill_nor_serialise(
     """ptxas reports products that it had to serialise as C75xx; nothing else shows it but the speed."""
     assert {(dims, False) for dims in DIMS} < set(HOPPER_ROWS)
     _assert_neither_spills_nor_serialises(compiler_with_remarks, _hopper_specs(op, features), 0)
+
+
+@pytest.mark.parametrize("features", TANGENTS)
+def test_hopper_rows_of_tangents_spill_little_and_do_not_serialise(
+    features: str, compiler_with_remarks: CompilerWithRemarks
+) -> None:
+    specs = _tangent_specs("sm90", "sm_90a", features)
+    _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, TANGENTS[features])
+
+
+@pytest.mark.parametrize("features", TANGENTS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_portable_rows_of_tangents_spill_nothing(arch: str, features: str) -> None:
+    for spec in _tangent_specs("sm80", arch, features):
+        _assert_fits(spec, kept_resources(spec), 0)
 
 
 @pytest.mark.parametrize("features", BIASES)

@@ -29,7 +29,7 @@ def borrow(arch: str) -> None:
     registry.BY_CAPABILITY["9.0"] = arch
 
 
-def portable_kernel(problem: Problem, op: Any, arch: str, **options: bool) -> KernelSpec:
+def portable_kernel(problem: Problem, op: Any, arch: str, **options: Any) -> KernelSpec:
     """Returns the compile key of the portable kernel that stands in for `choose.kernel_spec`, for any GPU."""
     return configured(dataclasses.replace(kernel_spec(problem, op, "sm_80", **options), arch=arch))
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 # These are the launches that have a buffer, by `KernelSpec.op`.
-_FORWARD, _DECODE, _BACKWARD = ("forward",), ("decode",), ("backward",)
-_ANSWER, _TILED = (*_FORWARD, *_DECODE), (*_FORWARD, *_BACKWARD)
+_FORWARD, _DECODE, _BACKWARD, _TANGENT = ("forward",), ("decode",), ("backward",), ("tangent",)
+_ANSWER, _VISITING, _DERIVED = (*_FORWARD, *_DECODE), (*_FORWARD, *_TANGENT), (*_BACKWARD, *_TANGENT)
+_TILED = (*_VISITING, *_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,15 @@ class Buffers(NamedTuple):
         key_bias_parts: `[planes, bias_pitch, 8]`, over the scale: three columns add up to it, others are 0.
         row_bias: `[planes, bias_pitch]`, times log2(e).
         added: a named tuple with the operands that features add, such as sinks `[b, N]`; None if there are none.
-        out: `[B, T, N, D]`; in a backward pass from the forward pass, as is `lse`.
+        out: `[B, T, N, D]`; in a backward pass and for tangents from the forward pass, as is `lse`.
         lse: `[B, T, N]`.
+        query_tangent, key_tangent, value_tangent: in the shapes of their operands, of those that move.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
         delta: `[B, T, N]`, rowsum(out * dout) - dlse, in the unit of dP.
         gradient_units: `[B, K, 4]`, of packed sequences `[1, K, 4]`, see `sums/units.py`.
+        out_tangent: `[B, T, N, D]`.
+        lse_tangent: `[B, T, N]`.
         dq: `[B, T, N, H]`.
         dk: `[B, S, K, H]`.
         dv: `[B, S, K, D]`.
@@ -118,23 +122,23 @@ class Buffers(NamedTuple):
     query_ids: Annotated[Any, Buffer("operand", "int32", needs="compared", ops=_BACKWARD)]
     key_lists: Annotated[
         Any,
-        Buffer("operand", "int32", needs="listed", ops=_FORWARD),
+        Buffer("operand", "int32", needs="listed", ops=_VISITING),
         Buffer("operand", "int32", needs="lists_keys", ops=_BACKWARD),
     ]
     key_bits: Annotated[
         Any,
-        Buffer("operand", "int32", needs="listed", ops=_FORWARD),
+        Buffer("operand", "int32", needs="listed", ops=_VISITING),
         Buffer("operand", "int32", needs="lists_keys", ops=_BACKWARD),
     ]
     key_classes: Annotated[Any, Buffer("operand", "int32", needs="classifies_keys", ops=_BACKWARD)]
     query_records: Annotated[
         Any,
-        Buffer("operand", "int32", needs="compared", ops=_FORWARD),
+        Buffer("operand", "int32", needs="compared", ops=_VISITING),
         Buffer("operand", "int32", needs="compares_keys", ops=_BACKWARD),
     ]
     key_ids: Annotated[
         Any,
-        Buffer("operand", "int32", needs="compared", ops=_FORWARD),
+        Buffer("operand", "int32", needs="compared", ops=_VISITING),
         Buffer("operand", "int32", needs="compares_keys", ops=_BACKWARD),
     ]
     row_bits: Annotated[Any, Buffer("operand", "int32", needs="row_bits", ops=_DECODE)]
@@ -147,13 +151,18 @@ class Buffers(NamedTuple):
     out: Annotated[
         Any,
         Buffer("result", ops=_ANSWER),
-        Buffer("operand", needs="takes_out", dtype_of="result_dtype", ops=_BACKWARD),
+        Buffer("operand", needs="takes_out", dtype_of="result_dtype", ops=_DERIVED),
     ]
-    lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_BACKWARD)]
+    lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_DERIVED)]
+    query_tangent: Annotated[Any, Buffer("operand", needs="moves_query", ops=_TANGENT)]
+    key_tangent: Annotated[Any, Buffer("operand", needs="moves_key", ops=_TANGENT)]
+    value_tangent: Annotated[Any, Buffer("operand", needs="moves_value", ops=_TANGENT)]
     dout: Annotated[Any, Buffer("operand", ops=_BACKWARD)]
     dlse: Annotated[Any, Buffer("operand", "float32", needs="dlse", ops=_BACKWARD)]
     delta: Annotated[Any, Buffer("operand", "float32", needs="takes_delta", ops=_BACKWARD)]
     gradient_units: Annotated[Any, Buffer("operand", "float32", needs="has_gradient_units", ops=_BACKWARD)]
+    out_tangent: Annotated[Any, Buffer("result", ops=_TANGENT)]
+    lse_tangent: Annotated[Any, Buffer("result", "float32", ops=_TANGENT)]
     dq: Annotated[Any, Buffer("result", ops=_BACKWARD)]
     dk: Annotated[Any, Buffer("result", ops=_BACKWARD)]
     dv: Annotated[Any, Buffer("result", ops=_BACKWARD)]

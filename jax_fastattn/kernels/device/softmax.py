@@ -75,11 +75,12 @@ def row_sums(acc: Accumulator, m_blocks: int, n_blocks: int, rounds: Rounding | 
         terms = [acc[index] for index in _row_indices(row, n_blocks)]
         if rounds is not None:
             terms = [x for i in range(0, len(terms), 2) for x in rounds(terms[i], terms[i + 1])]
-        sums.append(_tree_sum(terms))
+        sums.append(tree_sum(terms))
     return sums
 
 
-def _tree_sum(terms: list[Float32]) -> Float32:
+def tree_sum(terms: list[Float32]) -> Float32:
+    """Returns the sum of numbers, added up in pairs."""
     while len(terms) > 1:
         pairs = [terms[i] + terms[i + 1] for i in range(0, len(terms) - 1, 2)]
         terms = pairs + terms[len(pairs) * 2 :]

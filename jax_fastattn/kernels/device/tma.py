@@ -198,7 +198,8 @@ class TmaMemory(Protocol):
 class Tma(NamedTuple):
     """What a kernel loads by TMA: boxes in a launch, operands with descriptors in the kernel.
 
-    Backward kernels alone have dout. A bias of pairs is there if the kernel has stages for it.
+    Backward kernels alone have dout, and kernels of tangents have those of operands that move. A bias of pairs is there
+    if the kernel has stages for it.
     """
 
     query: Any
@@ -206,6 +207,9 @@ class Tma(NamedTuple):
     value: Any
     dout: Any
     bias: Any = None
+    query_tangent: Any = None
+    key_tangent: Any = None
+    value_tangent: Any = None
 
     @classmethod
     def boxes(
@@ -224,16 +228,16 @@ class Tma(NamedTuple):
         queries = (batch, scalars.query_length, scalars.num_heads)
         keys = (batch, scalars.key_length, scalars.num_heads // spec.group)
         columns, v_columns = spec.row_columns
-        dout = None
-        if buffers.dout is not None:
-            dout = Box(buffers.dout, *queries, v_columns, query_rows, memory.v_head_dim)
-        return cls(
-            query=Box(buffers.query, *queries, columns, query_rows, memory.head_dim),
-            key=Box(buffers.key, *keys, columns, key_rows, memory.head_dim),
-            value=Box(buffers.value, *keys, v_columns, key_rows, memory.v_head_dim),
-            dout=dout,
-            bias=cls._bias(spec, memory, buffers, scalars),
-        )
+        boxes = {
+            "query": (*queries, columns, query_rows, memory.head_dim),
+            "key": (*keys, columns, key_rows, memory.head_dim),
+            "value": (*keys, v_columns, key_rows, memory.v_head_dim),
+            "dout": (*queries, v_columns, query_rows, memory.v_head_dim),
+        }
+        boxes |= {f"{name}_tangent": boxes[name] for name in ("query", "key", "value")}
+        pointers = {name: getattr(buffers, name) for name in boxes}
+        found = {name: None if x is None else Box(x, *boxes[name]) for name, x in pointers.items()}
+        return cls(**found, bias=cls._bias(spec, memory, buffers, scalars))
 
     @staticmethod
     def _bias(spec: KernelSpec, memory: TmaMemory, buffers: Buffers, scalars: Scalars) -> Box | None:

@@ -58,16 +58,16 @@ def _padded(operands: Operands) -> Operands:
     return operands._replace(query=q, key=k, value=v)
 
 
-def _scaled(x: jax.Array, operands: Operands | PagedOperands) -> jax.Array:
+def scaled(x: jax.Array, operands: Operands | PagedOperands) -> jax.Array:
     """Multiplies x `[B, T, N, H]` by a scale that is an operand, and rounds once."""
     if operands.scale is None:
         return x
     return (x.astype(operands.scale.dtype) * operands.scale[:, :, None, None]).astype(x.dtype)
 
 
-def _for_kernels(operands: Operands) -> Operands:
+def for_kernels(operands: Operands) -> Operands:
     """Returns operands for kernels, sinks unchanged. Kernels take no scale operand; it is multiplied into the query."""
-    return _padded(operands._replace(query=_scaled(operands.query, operands), scale=None))
+    return _padded(operands._replace(query=scaled(operands.query, operands), scale=None))
 
 
 def forward(
@@ -85,7 +85,7 @@ def forward(
     if is_row_masked(spec):
         out, lse = forward(*by_rows(spec, operands), kernel, kept)
         return out, padding_lse(operands, lse, -jnp.inf)  # of a sink
-    spec, padded = with_usable_scale(spec, _for_kernels(operands))
+    spec, padded = with_usable_scale(spec, for_kernels(operands))
     problem = launched_problem(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
     half = forward_half(spec, padded) if kernel.products == "half" else None
@@ -104,7 +104,7 @@ def paged_forward(
     """Returns what `forward` does, from one custom call that reads the pages, which `reads_pages` has to admit."""
     problem = operands.problem(spec)
     kernel = kernel or forward_spec(problem, ffi.arch())
-    arrays = operands._replace(query=_scaled(operands.query, operands), scale=None)._asdict()
+    arrays = operands._replace(query=scaled(operands.query, operands), scale=None)._asdict()
     arrays |= {"key": arrays.pop("key_pages"), "value": arrays.pop("value_pages")}
     found = LaunchPlan(kernel, problem, arrays, _forward_shapes(kernel, problem)).bind()
     return found["out"], found["lse"]
@@ -144,7 +144,7 @@ def backward(
         dlse = None if dlse is None else padding_lse(operands, dlse, 0.0)
         return backward(*by_rows(spec, operands), out, lse, dout, dlse, wanted, kernel, kept)
     sinks = operands.sinks if "sinks" in wanted else None
-    padded = _for_kernels(operands)._replace(sinks=sinks)
+    padded = for_kernels(operands)._replace(sinks=sinks)
     problem = launched_problem(spec, padded)
     asked: dict[str, Any] = {"dlse": dlse is not None, "dsinks": sinks is not None}
     asked |= {"dbias": "bias" in {*wanted} & {*spec.present}, "dplane": summed_plane(problem, wanted)}
@@ -175,7 +175,7 @@ def backward(
     dscaled = cut_head_dim(dq, operands.query.shape[3])
     products = row_products(out, dout, lse.dtype) if spec.is_part and kernel.sums_rows else None
     return Gradients(
-        query=_scaled(dscaled, operands),
+        query=scaled(dscaled, operands),
         key=cut_head_dim(dk, operands.key.shape[3]),
         value=cut_head_dim(dv, operands.value.shape[3]),
         bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,

@@ -11,6 +11,7 @@ import emulated_decode
 import emulated_hopper
 import emulated_packed
 import emulated_portable_masks
+import emulated_tangent
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +50,8 @@ def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, resul
             shape, dtype = next(empty)
             arrays[name] = np.full(shape, -77 if dtype == "int32" else np.nan, jnp.dtype(dtype))
     memory, placed = place(kernel, arrays)
-    run = {"prepass": _prepass, "forward": _forward, "decode": _decode, "backward": _backward}[kernel.op]
-    run(kernel, placed, memory, tuple(ints), tuple(floats))
+    runs = {"prepass": _prepass, "forward": _forward, "decode": _decode, "backward": _backward, "tangent": _tangent}
+    runs[kernel.op](kernel, placed, memory, tuple(ints), tuple(floats))
     names = [name for name, buffer in buffers.items() if buffer.role != "operand"]
     return [jnp.asarray(memory.read(getattr(placed, x), arrays[x].shape, arrays[x].dtype)) for x in names]
 
@@ -128,6 +129,10 @@ def _backward(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, float
     few = emulated_packed.few_slots if kernel.packed else emulated_hopper.few_heads
     for launch in host.launches(buffers, scalars, few(host, scalars)):
         emulated_hopper.start(launch, emulated_hopper.backward_texts(kernel), memory)
+
+
+def _tangent(kernel: KernelSpec, buffers: Any, memory: Memory, ints: Any, floats: Any) -> None:
+    emulated_tangent.run_launches(kernel, buffers, memory, _scalars(kernel, ints, floats))
 
 
 def _scalars(kernel: KernelSpec, ints: Any, floats: Any) -> Scalars:

@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tangents of calls, from canonical operands to results, with emulated custom calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+import emulated_ops
+import jax
+import jax.numpy as jnp
+import numpy as np
+from emulated_backward import FORWARD_TOLERANCE
+from test_masks_ops import K, N, draw
+from testing.poison import poison
+
+from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.canonical.packed import canonicalize as canonicalize_packed
+from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda.tangents import tangent
+from jax_fastattn.spec import QKV, AttentionSpec, Operands
+from jax_fastattn.xla import passes as xla
+from jax_fastattn.xla import tangents as xla_tangents
+
+LENGTHS = np.array([0, 40, 0, 77, 9, 0]), np.array([33, 50, 0, 60, 0, 12])
+
+# What moves, apart from query, key and value, and arguments as `test_masks_ops.draw` takes them.
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "mask": ((), {"mask": (2, N, 70, 141), "density": 0.02}),
+    "mask-of-keys": ((), {"mask": (2, 1, 1, 141), "query_seq_lengths": (70, 40)}),
+    "ids-causal": ((), {"ids": 3, "is_causal": True}),
+    "function": ((), {"mask_mod": lambda b, h, q, k: (q - k) % 3 != 1}),
+    "sinks": (("sinks",), {"sinks": True, "is_causal": True, "query_offset": (50, -30), "head_dim": 36}),
+    "scale": (("scale",), {"local_window_size": (30, 5), "scale": jnp.float32(-0.125)}),
+    "packed": ((), {"cu_seqlens": True, "is_causal": True}),
+    "packed-function": ((), {"cu_seqlens": True, "mask_mod": lambda b, h, q, k: q >= k - b}),
+}
+
+
+def _draw(case: dict[str, Any]) -> tuple[AttentionSpec, Operands]:
+    if not case.pop("cu_seqlens", False):
+        return draw(case)
+    random = np.random.default_rng(0)
+    totals = [int(x.sum()) + 5 for x in LENGTHS]
+    shapes = (totals[0], N, 64), (totals[1], K, 64), (totals[1], K, 64)
+    cu = [jnp.asarray(np.cumsum([0, *x]), jnp.int32) for x in LENGTHS]
+    arrays = [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    return canonicalize_packed(*arrays, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], **case)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("name", CASES)
+def test_tangents(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated_ops.emulate(monkeypatch, arch)
+    others, case = CASES[name]
+    spec, operands = _draw(dict(case))
+    random = np.random.default_rng(1)
+    given = {x: getattr(operands, x) for x in (*QKV, *others)}
+    moved = {x: jnp.asarray(random.standard_normal(y.shape), y.dtype) for x, y in given.items()}
+    hidden, _, _ = poison(spec, operands, jnp.zeros_like(operands.query))
+    hidden_moved, _, _ = poison(spec, operands._replace(**moved), jnp.zeros_like(operands.query))
+    out, lse = cuda.forward(spec, hidden)
+    found = tangent(spec, hidden, out, lse, {x: getattr(hidden_moved, x) for x in moved})
+    for got, wanted in zip(found, _expected(spec, operands, moved), strict=True):
+        assert got.shape == wanted.shape
+        largest = float(jnp.abs(wanted).max())
+        atol = FORWARD_TOLERANCE["bfloat16"] * largest
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(wanted), atol=atol, rtol=0)
+
+
+def _expected(spec: AttentionSpec, operands: Operands, moved: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the tangents in float32, from the XLA path."""
+    single = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in QKV})
+    out, lse = xla.forward(spec, single)
+    return xla_tangents.tangent(spec, single, out, lse, {x: y.astype(jnp.float32) for x, y in moved.items()})
+
+
+def test_sinks_alone_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a kernel was launched")
+
+    random = np.random.default_rng(0)
+    query, key = (jnp.asarray(random.standard_normal((2, 9, n, 8)), jnp.bfloat16) for n in (N, K))
+    sinks = jnp.asarray(random.standard_normal(N), jnp.float32)
+    spec, operands = canonicalize(query, key, key, sinks=sinks)
+    moved = {"sinks": jnp.ones_like(operands.sinks)}
+    out, lse = xla.forward(spec, operands)
+    emulated_ops.emulate(monkeypatch, bind=launched)
+    found = tangent(spec, operands, out, lse, moved)
+    for got, wanted in zip(found, _expected(spec, operands, moved), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(wanted), atol=2**-7)
