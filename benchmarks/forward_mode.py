@@ -1,18 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures tangents and Hessian-vector products next to `jax.nn.dot_product_attention`, in turns.
+"""Measures tangents and Hessian-vector products next to `jax.nn.dot_product_attention` and fa4-jax, in turns.
 
     python benchmarks/forward_mode.py --set gpu --gpus 4     # a process for each GPU, which share the cases
+    python benchmarks/forward_mode.py --set gpu --implementations jax_fastattn fa4-jax jax.nn-xla --modes forward jvp
     python benchmarks/forward_mode.py --set cpu
 
 Appends one JSON record per line, for each case and mode: all times, their medians, the ratios of the medians to that of
 jax.nn's XLA implementation, CPU time, temporary memory, and the largest difference of results. `jvp` returns output and
 tangent, with tangents of query, key and value. `hvp` is the jvp of the gradient of a scalar loss that is not linear in
 the output. An implementation that cannot run a mode has an error.
-
-For `jvp` and `hvp` a record estimates what a fused tangent kernel would gain. Such a kernel has 5 products of planes
-where the forward kernel has 2, and needs no maximum: a jvp would take 3.6 times the forward kernel's time, 2.6 times
-for the tangent alone. The tangent's time now is that of the jvp less that of the forward pass.
 """
 
 from __future__ import annotations
@@ -40,12 +37,11 @@ from run import describe_run, share
 
 from jax_fastattn import ffi
 from jax_fastattn.cases.case import Case
-from jax_fastattn.cases.kernels import kernel_specs
+from jax_fastattn.cases.kernels import kernel_specs, tangent_specs
 from jax_fastattn.ops import dispatch
 from jax_fastattn.spec import Operands
 
 OURS, THEIRS, CUDNN = "jax_fastattn", "jax.nn-xla", "jax.nn-cudnn"
-FUSED = 3.6  # jvp by a fused kernel, in times of the forward kernel
 MODES = ("forward", "grad", "jvp", "hvp")
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -63,7 +59,7 @@ def _cases(dtype: str, tokens: int, lengths: tuple[int, ...], head_dims: tuple[i
 
 
 SETS = {
-    "gpu": _cases("bfloat16", 8192, (2048, 8192, 512), (64, 128)),
+    "gpu": _cases("bfloat16", 8192, (2048, 8192, 1024), (64, 128)),
     "cpu": _cases("float32", 0, (512, 2048), (64,)) | _cases("bfloat16", 0, (512, 2048), (64,)),
     "tiny": _cases("float32", 32, (16, 32), (8,)),
 }
@@ -111,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
     cases, begun = {name: SETS[options.set][name] for name in names}, time.monotonic()
     if jax.default_backend() == "gpu":
         with multiprocessing.get_context("spawn").Pool(4) as pool:
-            pool.map(ffi.prepare, kernel_specs(cases.values(), ffi.arch() or ""), chunksize=1)
+            arch = ffi.arch() or ""
+            specs = kernel_specs(cases.values(), arch) + tangent_specs(cases.values(), arch)
+            pool.map(ffi.prepare, specs, chunksize=1)
     for name, case in cases.items():
         if time.monotonic() - begun > options.budget_seconds:
             print(f"out of time before {name}")
@@ -164,23 +162,7 @@ def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]
             differences = {name: largest_difference(x, outputs[THEIRS]) for name, x in outputs.items()}
             record["largest_difference"] = differences
         records.append(record | {"ran": str(dispatch.explain(case.problem()))})
-    ours = {record["mode"]: record["ms"].get(OURS) for record in records}
-    for record in records:
-        if record["mode"] in ("jvp", "hvp"):
-            record["fused"] = fused_estimate(ours.get("forward"), ours.get("jvp"), ours[record["mode"]])
     return records
-
-
-def fused_estimate(forward: float | None, jvp: float | None, ms: float | None) -> dict[str, float] | None:
-    """Returns what `ms`, the time of a jvp or an hvp, would be with a fused tangent kernel, and their ratio.
-
-    XLA may share products of the tangent and of the second derivative; the estimate is too good for such an hvp.
-    """
-    if forward is None or jvp is None or ms is None:
-        return None
-    tangent = jvp - forward
-    fused = ms - tangent + (FUSED - 1) * forward
-    return {"forward_ms": forward, "tangent_ms": tangent, "fused_ms": fused, "gain": ms / fused}
 
 
 def measure(programs: dict[str, Any], arrays: Any, options: argparse.Namespace) -> dict[str, Any]:

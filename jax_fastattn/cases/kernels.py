@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.arguments.precision import head_dim_multiple
-from jax_fastattn.kernels.choose import forward_spec, prepass_configs, prepass_spec
+from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.support import tangent_reasons
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.ops.cuda.bias_gradient import backward_spec
-from jax_fastattn.spec import Problem
+from jax_fastattn.spec import QKV, Problem
 
 
 def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
@@ -31,6 +32,18 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
         found |= dict.fromkeys((forward, backward, *prepasses))
+    return list(found)
+
+
+def tangent_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
+    """Returns the distinct kernels that tangents of query, key and value need, with prepasses, each to be compiled."""
+    found: dict[KernelSpec, None] = {}
+    for case in cases:
+        problem = problem_by_rows(_padded(case.problem()))
+        if not tangent_reasons(problem):
+            kernel = kernel_spec(problem, "tangent", arch, moved=QKV)
+            prepasses = (prepass_spec(problem.spec, config, arch) for config in prepass_configs(kernel))
+            found |= dict.fromkeys((kernel, *prepasses))
     return list(found)
 
 

@@ -210,7 +210,6 @@ def tangent_reasons(problem: Problem) -> list[Reason]:
         (problem.bias_shape is None, "there is a bias"),
         (spec.score_mod is None, "there is a `score_mod`"),
         ("dropout" not in spec.present, "there is dropout"),
-        (not spec.is_part, "a mesh splits its rows"),
     )
     return [Reason("derivative", text) for is_met, text in checks if not is_met]
 

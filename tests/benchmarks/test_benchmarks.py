@@ -361,9 +361,6 @@ def test_forward_mode_next_to_jax_nn(tmp_path: Path) -> None:
         assert min(record["cpu_ms"].values()) > 0
         assert set(record["errors"]) == {forward_mode.CUDNN}
         assert record["largest_difference"][forward_mode.OURS] < 1e-5
-    forward, jvp = (records[mode]["ms"][forward_mode.OURS] for mode in ("forward", "jvp"))
-    assert records["jvp"]["fused"]["fused_ms"] == pytest.approx(3.6 * forward)
-    assert records["hvp"]["fused"]["tangent_ms"] == pytest.approx(jvp - forward)
 
 
 @pytest.mark.parametrize("mode", forward_mode.MODES)
