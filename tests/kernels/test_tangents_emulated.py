@@ -38,7 +38,11 @@ def key(family: Literal["sm80", "sm90"], name: str, arch: str = "") -> tuple[Ker
     return configured(spec), sizes
 
 
-@pytest.mark.parametrize("name", CASES)
+# A case of each silent fault, in both families.
+ALWAYS = ("bounds", "causal", "key")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in ALWAYS else pytest.mark.slow) for x in CASES])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_tangents(family: Literal["sm80", "sm90"], name: str) -> None:
     emulated_tangent.check(*key(family, name))
