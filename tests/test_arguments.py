@@ -27,12 +27,12 @@ from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.launch import launch_p, launch_scalars, persistent_blocks
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan
-from jax_fastattn.spec import AttentionSpec, Operands, Problem
+from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
 ROLES = ("operand", "result", "scratch")
 SPECS = [
-    configured(KernelSpec(op, arch, "float16", head_dim, head_dim, family=family))
-    for op in ("forward", "decode", "backward")
+    configured(KernelSpec(op, arch, "float16", head_dim, head_dim, family=family, moved=QKV * (op == "tangent")))
+    for op in ("forward", "decode", "backward", "tangent")
     for arch, family in (("sm_80", "sm80"), ("sm_90a", "sm90"))
     for head_dim in (64, 192)
 ]
