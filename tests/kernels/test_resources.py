@@ -140,9 +140,9 @@ def _assert_fits(spec: KernelSpec, kernels: Sequence[KernelResources], local_byt
 
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
-# Head dims and features of tangents, and their local memory on Hopper.
+# Head dims and features of tangents, none of which may spill.
 TANGENT_DIMS = [(64, 64), (96, 96), (128, 128)]
-TANGENTS = {"full": 0, "everything": 0, "listed": 0, "compared": 8}
+TANGENTS = ("full", "everything", "listed", "compared")
 
 
 def _tangent_specs(family: str, arch: str, features: str) -> list[KernelSpec]:
@@ -741,11 +741,11 @@ def test_hopper_rows_neither_spill_nor_serialise(
 
 
 @pytest.mark.parametrize("features", TANGENTS)
-def test_hopper_rows_of_tangents_spill_little_and_do_not_serialise(
+def test_hopper_rows_of_tangents_neither_spill_nor_serialise(
     features: str, compiler_with_remarks: CompilerWithRemarks
 ) -> None:
     specs = _tangent_specs("sm90", "sm_90a", features)
-    _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, TANGENTS[features])
+    _assert_neither_spills_nor_serialises(compiler_with_remarks, specs, 0)
 
 
 @pytest.mark.parametrize("features", TANGENTS)

@@ -20,10 +20,12 @@ class TangentConfig(TwoConsumers):
     Attributes:
         keys: keys of a tile, a multiple of 16.
         stages: tiles of K, V or a tangent of them in the ring, at least 4.
+        q_in_regs: how many fragments of Q, of 16 columns each, stay in registers: two products read them.
     """
 
     keys: int
     stages: int
+    q_in_regs: int
 
     @property
     def rows(self) -> int:
@@ -86,8 +88,9 @@ class TangentMemory(OperandMemory[TangentConfig]):
 
 
 def tangent_config(spec: KernelSpec) -> TangentConfig:
-    """Returns the variant for a compile key: as many keys as registers allow, and as many stages as fit."""
-    is_narrow = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)) <= 64
-    keys = 96 if is_narrow and not spec.listed else 64
-    configs = (TangentConfig(keys, stages) for stages in range(12, 3, -1))
+    """Returns the variant for a compile key: as many keys, then fragments, as registers allow, and stages as fit."""
+    columns = padded_head_dim(spec.head_dim)
+    is_narrow = max(columns, padded_head_dim(spec.v_head_dim)) <= 64
+    keys, fragments = (96, 2) if is_narrow and not spec.listed else (64, min(columns // 16, 6))
+    configs = (TangentConfig(keys, stages, fragments) for stages in range(12, 3, -1))
     return next(config for config in configs if TangentMemory.of(spec, config).fits)

@@ -28,7 +28,7 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.query_tile import ListedEdge, RowTile
 from jax_fastattn.kernels.sm90.tangent.config import TangentBarrier, TangentConfig
-from jax_fastattn.kernels.sm90.tangent.products import TangentProducts
+from jax_fastattn.kernels.sm90.tangent.products import LoadedQuery, TangentProducts
 from jax_fastattn.kernels.sm90.tangent.shared import TangentShared
 from jax_fastattn.kernels.sums.tangent_rows import RowPlace, TangentRows
 from jax_fastattn.kernels.tiles.plan import Order
@@ -119,7 +119,8 @@ class TangentConsumer:
         visit = work.visit.own(work.bounds, work.row + group * WARPGROUP_ROWS, WARPGROUP_ROWS, self.config.keys)
         wgmma.wait(self.shared.query_full + group, Int32(0))
         self._pass_by(work.visit.end - visit.end)
-        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(visit))
+        query = self.products.load_query(self.config.q_in_regs, group, self.fragment % 4 * 32 + self.lane)
+        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(visit, query))
         self._pass_by(visit.begin - work.visit.begin)
         self.rows.store(self.score, work.score_head, self.products.out)
 
@@ -128,34 +129,34 @@ class TangentConsumer:
         loads = len(tile_loads(self.spec))
         wgmma.loop(loads * count, lambda _: self.ring.consumer_release(self.ring.consumer_wait()))
 
-    def _visit(self, visit: Visit) -> None:
+    def _visit(self, visit: Visit, query: LoadedQuery) -> None:
         """Visits all key tiles of this warpgroup, from the last to the first."""
         rest = visit.rest(Order.DOWN)
 
         def run(phase: Phase) -> None:
             self.ring.make_uniform()
-            wgmma.loop(phase.steps, lambda i: self._tile(phase.position(i), masked=phase.masked))
+            wgmma.loop(phase.steps, lambda i: self._tile(query, phase.position(i), masked=phase.masked))
 
-        self._tile(rest.end, masked=True, first=True)
+        self._tile(query, rest.end, masked=True, first=True)
         for phase in rest.phases(Order.DOWN):
             run(phase)
 
     # The methods below compute one tile of keys.
 
-    def _tile(self, index: Int32, *, masked: bool, first: bool = False) -> None:
+    def _tile(self, query: LoadedQuery, index: Int32, *, masked: bool, first: bool = False) -> None:
         """Adds one tile of keys to the rows."""
         spec, products = self.spec, self.products
         listed = self.work.load_bits(index, self.fragment, self.lane, first=first) if masked else None
         stages = {"key": self.ring.consumer_wait()}
-        products.start_scores(stages["key"])
+        products.start_scores(query, stages["key"])
         if first:
             # Registers of S' hold nothing yet: without a mask ptxas would wait here, and say so.
             warpgroup.wait_group(0)
         if spec.moves_query:
-            products.start_moves(1, stages["key"], accumulate=False)
+            products.start_moves_of_query(stages["key"])
         if spec.moves_key:
             stages["key_tangent"] = self.ring.consumer_wait()
-            products.start_moves(0, stages["key_tangent"], accumulate=spec.moves_query)
+            products.start_moves_of_key(query, stages["key_tangent"], accumulate=spec.moves_query)
         warpgroup.wait_group(int(spec.moves_query) + int(spec.moves_key))
         tile = self._score_tile(index)
         edge = self._edge(tile, listed) if masked else None

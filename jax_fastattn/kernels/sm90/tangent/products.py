@@ -5,8 +5,9 @@
 W and P go from accumulators to left factors inside registers. Each product is a group of instructions of its own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass import Int32, cute
 
@@ -17,6 +18,13 @@ from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sm90.tangent.shared import TangentShared
 
 
+class LoadedQuery(NamedTuple):
+    """Holds the fragments of Q in registers, and their number."""
+
+    fragments: cute.Tensor
+    count: int
+
+
 @dataclass(frozen=True, eq=False)
 class TangentProducts:
     """Emits the products of one warpgroup.
@@ -24,7 +32,9 @@ class TangentProducts:
     Attributes:
         words: what W and P become.
         score_mma: S and its tangent, both factors from shared memory.
+        fragment_mma: the same with the left factor in registers.
         queries: descriptors of this warpgroup's Q, and of its tangent.
+        shared_query: Q and its tangents in shared memory.
         key: descriptors of the ring as tiles of K.
         value: descriptors of the ring as right factor of O'.
         scores: accumulator `[64, keys]` of S, then P.
@@ -36,7 +46,9 @@ class TangentProducts:
 
     words: WarpgroupWords
     score_mma: cute.TiledMma
+    fragment_mma: cute.TiledMma
     queries: list[cute.Tensor]
+    shared_query: cute.Tensor
     key: cute.Tensor
     value: cute.Tensor
     scores: Accumulator
@@ -56,6 +68,8 @@ class TangentProducts:
         return cls(
             words=words,
             score_mma=score_mma,
+            fragment_mma=wgmma.product(dtype, keys, a_in_registers=True, b_transposed=False),
+            shared_query=shared.query,
             queries=[query[None, None, None, 2 * which + group] for which in range(2)],
             key=wgmma.operand_b(score_mma, shared.key),
             value=wgmma.operand_b(out_mma, wgmma.transposed(shared.value)),
@@ -66,17 +80,31 @@ class TangentProducts:
             out=wgmma.accumulator(out_mma, (WARPGROUP_ROWS, memory.v_head_dim)),
         )
 
-    def start_scores(self, stage: Int32) -> None:
+    def load_query(self, count: int, group: Int32, thread: Int32) -> LoadedQuery:
+        """Loads the first fragments of Q, when Q is there; `thread` is the index of this thread in the warpgroup."""
+        return LoadedQuery(wgmma.load_a(self.fragment_mma, self.shared_query, group, count, thread), count)
+
+    def start_scores(self, query: LoadedQuery, stage: Int32) -> None:
         """Starts S = Q K^T."""
-        self._start(self.scores, 0, stage, accumulate=False)
+        wgmma.gemm_steps(self.scores, self._steps(query, stage), accumulate=False)
 
-    def start_moves(self, which: int, stage: Int32, *, accumulate: bool) -> None:
-        """Starts a product of the tangent of S: of Q (0) or its tangent (1) with what a stage holds."""
-        self._start(self.moves, which, stage, accumulate=accumulate)
-
-    def _start(self, acc: Accumulator, which: int, stage: Int32, *, accumulate: bool) -> None:
+    def start_moves_of_query(self, stage: Int32) -> None:
+        """Starts the tangent of S, or its first part, as Q' K^T."""
         right = self.key[None, None, None, stage]
-        wgmma.gemm(self.score_mma, acc, self.queries[which], right, accumulate=accumulate)
+        wgmma.gemm(self.score_mma, self.moves, self.queries[1], right, accumulate=False)
+
+    def start_moves_of_key(self, query: LoadedQuery, stage: Int32, *, accumulate: bool) -> None:
+        """Starts the tangent of S, or its second part, as Q K'^T."""
+        wgmma.gemm_steps(self.moves, self._steps(query, stage), accumulate=accumulate)
+
+    def _steps(self, query: LoadedQuery, stage: Int32) -> Iterator[wgmma.Step]:
+        """Returns the steps of a product with Q."""
+        for k in range(cute.size(self.queries[0], mode=[2])):
+            right = self.key[None, None, k, stage]
+            if k < query.count:
+                yield self.fragment_mma, query.fragments[None, None, k], right
+            else:
+                yield self.score_mma, self.queries[0][None, None, k], right
 
     def start_out(self, factor: LeftFactor, acc: Accumulator, stage: Int32) -> None:
         """Starts O' += W V, or P V', given W or P in its accumulator."""
