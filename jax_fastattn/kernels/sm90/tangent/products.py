@@ -19,10 +19,10 @@ from jax_fastattn.kernels.sm90.tangent.shared import TangentShared
 
 
 class LoadedQuery(NamedTuple):
-    """Holds the fragments of Q in registers, and their number."""
+    """Holds the fragments of Q in registers, and how many are loaded."""
 
     fragments: cute.Tensor
-    count: int
+    loaded: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class TangentProducts:
         """Returns the steps of a product with Q."""
         for k in range(cute.size(self.queries[0], mode=[2])):
             right = self.key[None, None, k, stage]
-            if k < query.count:
+            if k < query.loaded:
                 yield self.fragment_mma, query.fragments[None, None, k], right
             else:
                 yield self.score_mma, self.queries[0][None, None, k], right
