@@ -168,18 +168,7 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
         kinds["flex"] = functools.partial(of_torch, case, differentiates=False)
         if name in CAPTURING:
             kinds["flex gradient"] = functools.partial(of_torch, case, differentiates=True)
-    programs: dict[str, Program] = {}
-    errors: dict[str, str] = {}
-    for kind, make in kinds.items():
-        try:
-            found = {f"{kind} {mode}": program for mode, program in make().items()}
-            for program in found.values():
-                program()  # FlexAttention compiles its backward pass here
-            programs |= found
-        except Exception as error:  # of a peer: a record, not a gap
-            if kind not in ("xla", "flex", "flex gradient"):
-                raise
-            errors[kind] = str(error)[:300]
+    programs, errors = turns.programs_of(kinds, ("xla", "flex", "flex gradient"))
 
     def elapsed(name: str, count: int) -> float:
         return (torch_ms if name.startswith("flex") else elapsed_ms)(programs[name], count)

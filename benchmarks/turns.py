@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,30 @@ def record_cases(
         found = record["cases"][name] = measure(name)
         options.output.write_text(json.dumps(record, indent=1) + "\n")  # as it grows
         print(f"{name:18} {words(found)}", flush=True)
+
+
+def programs_of(
+    kinds: Mapping[str, Callable[[], Mapping[str, Callable[[], Any]]]], peers: Collection[str]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Returns the programs of all kinds, named by kind and mode, each after a run, and errors of peers.
+
+    Args:
+        kinds: each makes its programs by mode.
+        peers: kinds that may fail, which is a record and no gap.
+    """
+    programs: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, str] = {}
+    for kind, make in kinds.items():
+        try:
+            found = {f"{kind} {mode}": program for mode, program in make().items()}
+            for program in found.values():
+                program()  # FlexAttention compiles its backward pass here
+            programs |= found
+        except Exception as error:
+            if kind not in peers:
+                raise
+            errors[kind] = f"{type(error).__name__}: {error}"[:300]
+    return programs, errors
 
 
 def by_turns(
