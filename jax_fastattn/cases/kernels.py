@@ -40,7 +40,7 @@ def tangent_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = problem_by_rows(_padded(case.problem()))
-        if not tangent_reasons(problem):
+        if not tangent_reasons(problem, arch):
             kernel = kernel_spec(problem, "tangent", arch, moved=QKV)
             prepasses = (prepass_spec(problem.spec, config, arch) for config in prepass_configs(kernel))
             found |= dict.fromkeys((kernel, *prepasses))

@@ -350,7 +350,8 @@ def kernel_spec(
     left, right = spec.bounds
     packed, predicated = problem.num_sequences > 0, is_listed(problem)
     row_bits = predicated and op == "decode"
-    products = products_of(problem.dtype, spec.precision, takes_terms=takes_terms(problem, dbias=dbias))
+    in_terms = op == "tangent" or takes_terms(problem, dbias=dbias)
+    products = products_of(problem.dtype, spec.precision, takes_terms=in_terms)
     assert products is not None, "`unsupported_reasons` admits no other dtype and precision"
     is_split_forward = op == "forward" and not sm90.split_obstacle(problem.head_dim, problem.v_head_dim)
     family = "sm90" if arch == "sm_90a" and (products != "bf16x3" or is_split_forward) else "sm80"

@@ -201,12 +201,15 @@ def gradient_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]:
     return _captured_reasons(problem, wanted) + (_steep_reasons(problem) if wanted else [])
 
 
-def tangent_reasons(problem: Problem) -> list[Reason]:
-    """Returns every reason why no CUDA kernel computes tangents of a call that the kernels run."""
+def tangent_reasons(problem: Problem, arch: str) -> list[Reason]:
+    """Returns every reason why no CUDA kernel computes tangents of a call that the kernels run on `arch`."""
     spec, head_dims = problem.spec, (problem.head_dim, problem.v_head_dim)
+    is_split = problem.dtype == "float32" and shared_memory_limit(arch) < _WIDE_NBYTES
+    most = 64 if is_split else MAX_TANGENT_HEAD_DIM
+    where = f" in float32 with {shared_memory_limit(arch) // 1024} KB of shared memory" if is_split else ""
     checks = (
-        (problem.dtype == "bfloat16", f"operands are {problem.dtype}, not bfloat16"),
-        (max(head_dims) <= MAX_TANGENT_HEAD_DIM, f"a head dim is {max(head_dims)}, over {MAX_TANGENT_HEAD_DIM}"),
+        (problem.dtype != "float16", "operands are float16"),
+        (max(head_dims) <= most, f"a head dim is {max(head_dims)}, over {most}{where}"),
         (problem.bias_shape is None, "there is a bias"),
         (spec.score_mod is None, "there is a `score_mod`"),
         ("dropout" not in spec.present, "there is dropout"),

@@ -124,11 +124,11 @@ def takes_tangent_kernel(problem: Problem) -> bool:
     Raises:
         NotImplementedError: `implementation` is "cuda" and no kernel can run the tangent.
     """
-    if problem.is_empty or problem.spec.implementation == "xla":
+    if not takes_cuda(problem):
         return False
-    reasons = tangent_reasons(problem)
+    reasons = tangent_reasons(problem, ffi.arch())
     if not reasons:
-        return takes_cuda(problem)
+        return True
     causes = " and ".join(reason.text for reason in reasons)
     text = f"no kernel computes tangents (forward mode) of this call: {causes}; outputs and gradients still run kernels"
     _note_derivative(problem, Reason("derivative", text))

@@ -20,7 +20,7 @@ from testing.cases.packed import PACKED
 from testing.poison import poison
 
 from jax_fastattn.cases.case import Case
-from jax_fastattn.kernels.support import tangent_reasons
+from jax_fastattn.kernels.support import tangent_reasons, unsupported_reasons
 from jax_fastattn.ops import vjp
 from jax_fastattn.ops.cuda import tangents as cuda
 from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Operands
@@ -31,8 +31,10 @@ pytestmark = pytest.mark.gpu
 
 Tangents = tuple[jax.Array, jax.Array]
 
+_SINGLE = [dataclasses.replace(x, dtype="float32") for x in HIDDEN_ROWS.values()]
 # Every twelfth of the others, which have few kernels.
-CASES = [x for x in (*HIDDEN_ROWS.values(), *MASKED, *PACKED, *GPU_CASES[::12]) if not tangent_reasons(x.problem())]
+DRAWN = (*HIDDEN_ROWS.values(), *_SINGLE, *MASKED, *PACKED, *GPU_CASES[::12])
+CASES = [x for x in DRAWN if not (tangent_reasons(x.problem(), "sm_90a") or unsupported_reasons(x.problem(), "sm_90a"))]
 
 
 @pytest.mark.parametrize("case", dict.fromkeys(CASES), ids=str)
@@ -51,9 +53,11 @@ def test_tangents(case: Case, family: str, monkeypatch: pytest.MonkeyPatch) -> N
     for name, x, y, wanted, based in zip(("dout", "dlse"), first, second, expected, baseline, strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
         error, allowed = (np.abs(np.asarray(z, np.float32) - np.asarray(wanted)) for z in (x, based))
-        rounding = 2.0**-8 * (1.0 + float(jnp.abs(wanted).max())) if name == "dout" else 1e-4
+        ulp = 2.0 ** (-12 if case.dtype == "float32" else -8)
+        rounding = ulp * (1.0 + float(jnp.abs(wanted).max())) if name == "dout" else 1e-3
         assert error.max() <= 2.0 * allowed.max() + rounding, (name, error.max(), allowed.max())
-        assert np.sqrt(np.mean(error**2)) <= 2.0 * np.sqrt(np.mean(allowed**2)) + 1e-4, name
+        typical, most, size = (np.sqrt(np.mean(x**2)) for x in (error, allowed, np.asarray(wanted)))
+        assert typical <= 2.0 * most + 1e-4 * (1.0 + size), (name, typical, most)
 
 
 def _draw(operands: Operands) -> dict[str, jax.Array]:

@@ -755,6 +755,13 @@ def test_portable_rows_of_tangents_spill_nothing(arch: str, features: str) -> No
         _assert_fits(spec, kept_resources(spec), 0)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_rows_of_tangents_in_float32_spill_nothing(arch: str) -> None:
+    for spec in _tangent_specs("sm80", arch, "causal"):
+        split = configured(dataclasses.replace(spec, products="bf16x3"))
+        _assert_fits(split, kept_resources(split), 0)
+
+
 @pytest.mark.parametrize("features", BIASES)
 def test_hopper_rows_with_a_bias_spill_little_and_do_not_serialise(
     features: str, compiler_with_remarks: CompilerWithRemarks

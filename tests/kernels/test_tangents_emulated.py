@@ -29,6 +29,11 @@ CASES: dict[str, tuple[int, int, dict[str, Any], Sizes]] = {
     "key": (64, 64, {"moved": ("key",)}, SMALL),
     "value": (64, 64, {"moved": ("value",)}, SMALL),
 }
+SPLIT = {
+    "bounds": (64, 32, {**BOUNDED, "group": 2}, Sizes()),
+    "causal": (128, 128, {"window_right": True}, Sizes(batch=1, right=0, queries=140, keys=133)),
+    "sinks": (96, 96, {"group": 2, "features": (codes.SINKS,)}, SMALL),
+}
 
 
 def key(family: Literal["sm80", "sm90"], name: str, arch: str = "") -> tuple[KernelSpec, Sizes]:
@@ -46,6 +51,15 @@ ALWAYS = ("bounds", "causal", "key")
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_tangents(family: Literal["sm80", "sm90"], name: str) -> None:
     emulated_tangent.check(*key(family, name))
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == "bounds" else pytest.mark.slow) for x in SPLIT])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float32(arch: str, name: str) -> None:
+    """By three products, whose results are float32."""
+    head_dim, v_head_dim, features, sizes = SPLIT[name]
+    spec = KernelSpec("tangent", arch, "bfloat16", head_dim, v_head_dim, products="bf16x3", moved=ALL, **features)
+    emulated_tangent.check(configured(spec), sizes)
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -63,7 +64,27 @@ CALLS = [(name, arch) for name in CASES for arch in ("sm_80", "sm_90a")]
 def test_tangents(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch, arch)
     others, case = CASES[name]
-    spec, operands = _draw(dict(case))
+    _compare(*_draw(dict(case)), others, FORWARD_TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
+def test_float32(precision: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By three products also where the forward pass has one."""
+    emulated_ops.emulate(monkeypatch, arch)
+    spec, operands = draw({"sinks": True, "is_causal": True, "query_seq_lengths": (70, 40)})
+    operands = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in QKV})
+    tolerance = FORWARD_TOLERANCE["float32" if precision == "default" else "float16"]
+    _compare(dataclasses.replace(spec, precision=precision), operands, ("sinks",), tolerance)
+
+
+def _compare(spec: AttentionSpec, operands: Operands, others: tuple[str, ...], tolerance: float) -> None:
+    """Compares tangents of poisoned operands with those of the XLA path in float32.
+
+    Args:
+        others: what moves, apart from query, key and value.
+        tolerance: relative to the largest number.
+    """
     random = np.random.default_rng(1)
     given = {x: getattr(operands, x) for x in (*QKV, *others)}
     moved = {x: jnp.asarray(random.standard_normal(y.shape), y.dtype) for x, y in given.items()}
@@ -73,13 +94,13 @@ def test_tangents(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None
     found = tangent(spec, hidden, out, lse, {x: getattr(hidden_moved, x) for x in moved})
     for got, wanted in zip(found, _expected(spec, operands, moved), strict=True):
         assert got.shape == wanted.shape
-        largest = float(jnp.abs(wanted).max())
-        atol = FORWARD_TOLERANCE["bfloat16"] * largest
+        atol = tolerance * float(jnp.abs(wanted).max())
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(wanted), atol=atol, rtol=0)
 
 
 def _expected(spec: AttentionSpec, operands: Operands, moved: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the tangents in float32, from the XLA path."""
+    spec = dataclasses.replace(spec, precision="highest")
     single = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in QKV})
     out, lse = xla.forward(spec, single)
     return xla_tangents.tangent(spec, single, out, lse, {x: y.astype(jnp.float32) for x, y in moved.items()})

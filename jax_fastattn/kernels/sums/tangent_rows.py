@@ -232,16 +232,21 @@ class TangentRows:
 
     def _finish(self, acc: Accumulator, i: int, end: RowEnd) -> None:
         """Scales a row of the accumulator, and takes off what the mean adds."""
-        words, columns = result_words(self.spec), self.spec.v_head_dim
-        first = self.buffers.out.toint() + self.place.element(i) * (self.spec.result_nbytes * columns)
+        nbytes, columns = self.spec.result_nbytes, self.spec.v_head_dim
+        first = self.buffers.out.toint() + self.place.element(i) * (nbytes * columns)
+        first = first + Int64(self.place.quad_lane * (2 * nbytes))
         for block in range(columns // 8):
-            out = [Float32(0.0)] * 2
-            if self.spec.moves_scores:
-                out = words.numbers(ptx.load_constant_int(first + 16 * block + Int64(self.place.quad_lane * 4)))
+            out = self._load_pair(first + 8 * nbytes * block) if self.spec.moves_scores else [Float32(0.0)] * 2
             for half in range(2):
                 index = 4 * block + 2 * i + half
                 x = acc[index] * end.factor
                 acc[index] = ptx.fma(-end.mean, out[half], x) if self.spec.moves_scores else x
+
+    def _load_pair(self, address: Int64) -> list[Float32]:
+        """Loads two neighbors of the output."""
+        if self.spec.result_nbytes == 4:
+            return [ptx.from_bits(x) for x in ptx.load_constant_pair(address)]
+        return result_words(self.spec).numbers(ptx.load_constant_int(address))
 
 
 def _size(acc: Accumulator) -> int:

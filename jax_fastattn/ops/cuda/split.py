@@ -11,7 +11,7 @@ from jax import lax
 from jax_fastattn.spec import QKV
 
 # These operands have two terms.
-SPLIT = (*QKV, "dout")
+SPLIT = (*QKV, *(f"{name}_tangent" for name in QKV), "dout")
 
 # bfloat16 has these bits of exponent and mantissa.
 EXPONENT, MANTISSA = 8, 7

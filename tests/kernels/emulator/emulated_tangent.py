@@ -51,7 +51,7 @@ def draw(spec: KernelSpec, sizes: Sizes, alike: float) -> tuple[Arrays, Arrays]:
     if codes.SINKS in spec.features:
         arrays["sinks"], out, lse = with_sinks(spec, sizes, wanted)
         arrays |= {"out": out.astype(arrays["out"].dtype), "lse": lse.astype(np.float32)}
-    random, dtype = np.random.default_rng(2), DTYPES[spec.operand_dtype]
+    random, dtype = np.random.default_rng(2), DTYPES[spec.result_dtype]
     tangents = {name: random.standard_normal(clean[name].shape) for name in spec.moved}
     if alike:
         tangents["key"] += alike

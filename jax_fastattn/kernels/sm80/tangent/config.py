@@ -68,7 +68,17 @@ class TangentConfig:
 
 
 def tangent_config(spec: KernelSpec) -> TangentConfig:
-    """Returns the tiling for a compile key."""
-    if max(padded(spec.head_dim), padded(spec.v_head_dim)) <= 64:
-        return first_fit((TangentConfig(8, 64),), spec)
-    return first_fit((TangentConfig(8, 64), TangentConfig(4, 48), TangentConfig(4, 32)), spec)
+    """Returns the tiling for a compile key, the first one that fits."""
+    candidates = _split_sizes(spec) if spec.products == "bf16x3" else ((8, 64), (4, 48), (4, 32))
+    return first_fit(tuple(TangentConfig(*sizes) for sizes in candidates), spec)
+
+
+def _split_sizes(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
+    """Returns warps and keys for operands in two terms, the best ones first: with more keys ptxas for Hopper spills.
+
+    Lists have tiles of 32 keys at least.
+    """
+    width = padded(max(spec.head_dim, spec.v_head_dim))
+    if width <= 64:
+        return (8, 48), (4, 48)
+    return (8, 32 if spec.listed or width <= 96 else 16), (4, 32)

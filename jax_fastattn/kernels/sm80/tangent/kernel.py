@@ -94,8 +94,8 @@ class TangentKernel:
         }
         self.table = self.config.table(columns, v_columns)
         self.score_blocks = self.config.keys // 8
-        self.out_blocks = self.tiles[VALUE].padded_columns // 8
-        self.head_steps = self.tiles[KEY].padded_columns // 16
+        self.out_blocks = self.tiles[VALUE].padded_columns // (8 * spec.terms)
+        self.head_steps = self.tiles[KEY].padded_columns // (16 * spec.terms)
 
     @cute.jit
     def __call__(self, buffers: Buffers, scalars: Scalars, stream: cuda.CUstream):
@@ -262,12 +262,14 @@ class TangentKernel:
     def _query(self, tile: TangentTile, which: int) -> Any:
         """Returns the loader of the warp's rows of Q or Q'."""
         shape, (row, column) = self.tiles[QUERY], plain_lane(tile.at.lane)
-        return mma.load_a(shape, self._address(tile, QUERY, which) + shape.offset(tile.at.warp * 16 + row, column))
+        address = self._address(tile, QUERY, which) + shape.offset(tile.at.warp * 16 + row, column)
+        return self.words.factor(mma.load_a(shape, address), steps=self.head_steps)
 
     def _key(self, tile: TangentTile, which: int) -> Any:
         """Returns the loader of K or K'."""
         shape = self.tiles[KEY]
-        return mma.load_b(shape, self._address(tile, KEY, which) + shape.offset(*crossed_lane(tile.at.lane)))
+        address = self._address(tile, KEY, which) + shape.offset(*crossed_lane(tile.at.lane))
+        return self.words.factor(mma.load_b(shape, address), steps=self.head_steps)
 
     def _zero_dead_values(self, tile: TangentTile, index: Int32) -> None:
         """Zeroes what the thread has copied of values of an edge tile that no query of the CTA sees."""
@@ -292,4 +294,5 @@ class TangentKernel:
                 return self.words.fragment(lambda i: self.words.pair(acc[2 * i], acc[2 * i + 1]), 0, m, k)
 
             address = self._address(tile, VALUE, which) + value.offset(*plain_lane(tile.at.lane))
-            self.words.gemm(tile.out, shape, load_a, mma.load_b_transposed(value, address))
+            load_b = self.words.factor(mma.load_b_transposed(value, address), blocks=self.out_blocks)
+            self.words.gemm(tile.out, shape, load_a, load_b)
