@@ -12,12 +12,10 @@ import pytest
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 import emulated_ops
-import jax
 import jax.numpy as jnp
 import numpy as np
-from emulated_backward import FORWARD_TOLERANCE
 from test_masks_ops import K, N, draw
-from testing.poison import poison
+from testing import tangents
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.canonical.packed import canonicalize as canonicalize_packed
@@ -25,20 +23,19 @@ from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda.tangents import tangent
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
 from jax_fastattn.xla import passes as xla
-from jax_fastattn.xla import tangents as xla_tangents
 
 LENGTHS = np.array([0, 40, 0, 77, 9, 0]), np.array([33, 50, 0, 60, 0, 12])
 
-# What moves, apart from query, key and value, and arguments as `test_masks_ops.draw` takes them.
-CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "mask": ((), {"mask": (2, N, 70, 141), "density": 0.02}),
-    "mask-of-keys": ((), {"mask": (2, 1, 1, 141), "query_seq_lengths": (70, 40)}),
-    "ids-causal": ((), {"ids": 3, "is_causal": True}),
-    "function": ((), {"mask_mod": lambda b, h, q, k: (q - k) % 3 != 1}),
-    "sinks": (("sinks",), {"sinks": True, "is_causal": True, "query_offset": (50, -30), "head_dim": 36}),
-    "scale": (("scale",), {"local_window_size": (30, 5), "scale": jnp.float32(-0.125)}),
-    "packed": ((), {"cu_seqlens": True, "is_causal": True}),
-    "packed-function": ((), {"cu_seqlens": True, "mask_mod": lambda b, h, q, k: q >= k - b}),
+# Arguments as `test_masks_ops.draw` takes them.
+CASES: dict[str, dict[str, Any]] = {
+    "mask": {"mask": (2, N, 70, 141), "density": 0.02},
+    "mask-of-keys": {"mask": (2, 1, 1, 141), "query_seq_lengths": (70, 40)},
+    "ids-causal": {"ids": 3, "is_causal": True},
+    "function": {"mask_mod": lambda b, h, q, k: (q - k) % 3 != 1},
+    "sinks": {"sinks": True, "is_causal": True, "query_offset": (50, -30), "head_dim": 36},
+    "scale": {"local_window_size": (30, 5), "scale": jnp.float32(-0.125)},
+    "packed": {"cu_seqlens": True, "is_causal": True},
+    "packed-function": {"cu_seqlens": True, "mask_mod": lambda b, h, q, k: q >= k - b},
 }
 
 
@@ -63,8 +60,7 @@ CALLS = [(name, arch) for name in CASES for arch in ("sm_80", "sm_90a")]
 )
 def test_tangents(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_ops.emulate(monkeypatch, arch)
-    others, case = CASES[name]
-    _compare(*_draw(dict(case)), others, FORWARD_TOLERANCE["bfloat16"])
+    _compare(*_draw(dict(CASES[name])))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -74,36 +70,15 @@ def test_float32(precision: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> 
     emulated_ops.emulate(monkeypatch, arch)
     spec, operands = draw({"sinks": True, "is_causal": True, "query_seq_lengths": (70, 40)})
     operands = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in QKV})
-    tolerance = FORWARD_TOLERANCE["float32" if precision == "default" else "float16"]
-    _compare(dataclasses.replace(spec, precision=precision), operands, ("sinks",), tolerance)
+    _compare(dataclasses.replace(spec, precision=precision), operands)
 
 
-def _compare(spec: AttentionSpec, operands: Operands, others: tuple[str, ...], tolerance: float) -> None:
-    """Compares tangents of poisoned operands with those of the XLA path in float32.
-
-    Args:
-        others: what moves, apart from query, key and value.
-        tolerance: relative to the largest number.
-    """
-    random = np.random.default_rng(1)
-    given = {x: getattr(operands, x) for x in (*QKV, *others)}
-    moved = {x: jnp.asarray(random.standard_normal(y.shape), y.dtype) for x, y in given.items()}
-    hidden, _, _ = poison(spec, operands, jnp.zeros_like(operands.query))
-    hidden_moved, _, _ = poison(spec, operands._replace(**moved), jnp.zeros_like(operands.query))
-    out, lse = cuda.forward(spec, hidden)
-    found = tangent(spec, hidden, out, lse, {x: getattr(hidden_moved, x) for x in moved})
-    for got, wanted in zip(found, _expected(spec, operands, moved), strict=True):
-        assert got.shape == wanted.shape
-        atol = tolerance * float(jnp.abs(wanted).max())
-        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(wanted), atol=atol, rtol=0)
-
-
-def _expected(spec: AttentionSpec, operands: Operands, moved: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the tangents in float32, from the XLA path."""
-    spec = dataclasses.replace(spec, precision="highest")
-    single = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in QKV})
-    out, lse = xla.forward(spec, single)
-    return xla_tangents.tangent(spec, single, out, lse, {x: y.astype(jnp.float32) for x, y in moved.items()})
+def _compare(spec: AttentionSpec, operands: Operands) -> None:
+    """Compares tangents of poisoned operands with those of the XLA path."""
+    moved = tangents.draw(operands)
+    poisoned, moving = tangents.hidden(spec, operands, moved)
+    out, lse = cuda.forward(spec, poisoned)
+    tangents.assert_within_budget(tangent(spec, poisoned, out, lse, moving), spec, operands, moved)
 
 
 def test_sinks_alone_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +92,4 @@ def test_sinks_alone_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = {"sinks": jnp.ones_like(operands.sinks)}
     out, lse = xla.forward(spec, operands)
     emulated_ops.emulate(monkeypatch, bind=launched)
-    found = tangent(spec, operands, out, lse, moved)
-    for got, wanted in zip(found, _expected(spec, operands, moved), strict=True):
-        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(wanted), atol=2**-7)
+    tangents.assert_within_budget(tangent(spec, operands, out, lse, moved), spec, operands, moved)

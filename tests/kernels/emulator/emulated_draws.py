@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs random calls in the emulators: all custom calls of both passes, prepasses included, on poisoned operands.
+"""Runs random calls in the emulators: custom calls of both passes, of tangents and of prepasses, on poisoned operands.
 
 A call is what `ops/cuda/passes.py` makes of canonical operands, on the GPU that a test names. What the public functions
 do before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except
@@ -16,14 +16,17 @@ import emulated_ops
 import jax
 import numpy as np
 import pytest
-from testing import combinations, compare
+from testing import combinations, compare, tangents
 from testing.compare import Results
 from testing.poison import poison
 from testing.random_dropout import with_random_dropout
 from testing.random_functions import with_random_score
 
 from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels.support import tangent_reasons
 from jax_fastattn.ops.cuda import passes as cuda
+from jax_fastattn.ops.cuda import tangents as cuda_tangents
+from jax_fastattn.spec import AttentionSpec, Operands, Problem
 
 ARCHS = ("sm_90a", "sm_80")
 
@@ -43,6 +46,8 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
     """
     spec, operands, *cotangents = combinations.inputs(case)
     spec, operands = with_random_dropout(case, *with_random_score(case, spec, operands))
+    if has_gradients:
+        _check_tangents(spec, operands, arch)
     expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
     if case.dtype == "float32" and case.precision == "default" and (case.draw or 0) // 2 % 2 == 0:
         case, spec = (dataclasses.replace(x, precision="tensorfloat32") for x in (case, spec))
@@ -60,3 +65,16 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
     if gradients.bias is not None and operands.bias is not None:
         gradients = gradients._replace(bias=gradients.bias.astype(operands.bias.dtype))
     compare.assert_within_budget(Results.of(out, lse, gradients), *expected, rounding=rounding)
+
+
+def _check_tangents(spec: AttentionSpec, operands: Operands, arch: str) -> None:
+    """Does so with the tangents of a call, if a kernel computes them."""
+    if tangent_reasons(Problem.of(spec, operands), arch):
+        return
+    moved = tangents.draw(operands)
+    poisoned, moving = tangents.hidden(spec, operands, moved)
+    with pytest.MonkeyPatch.context() as patch:
+        emulated_ops.emulate(patch, arch, emulated_ops.bind)
+        out, lse = cuda.forward(spec, poisoned)
+        found = cuda_tangents.tangent(spec, poisoned, out, lse, moving)
+    tangents.assert_within_budget(found, spec, operands, moved)

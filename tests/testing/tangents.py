@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tangents of calls: draws of them, and the rule by which they are right.
+
+The oracle is the XLA path in float32, whose formula tests/xla/test_tangents.py holds against float64. The baseline is
+the XLA path in the dtype of the call. A tangent passes when its largest error, and their root mean square, are at most
+twice the baseline's, plus a rounding of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fastattn.spec import DIFFERENTIABLE, QKV, AttentionSpec, Operands
+from jax_fastattn.xla import passes, tangents
+from testing.poison import poison
+
+Moved = dict[str, jax.Array]
+Tangents = tuple[jax.Array, jax.Array]
+
+# Of the largest number: kernels round weights, and their tangents, where the XLA path rounds their difference.
+_ROUNDING = {"bfloat16": 2.0**-8, "float32": 2.0**-12}
+
+
+def draw(operands: Operands) -> Moved:
+    """Returns tangents of everything that has one."""
+    random = np.random.default_rng(1)
+    arrays = {name: getattr(operands, name) for name in DIFFERENTIABLE}
+    return {name: jnp.asarray(random.standard_normal(x.shape), x.dtype) for name, x in arrays.items() if x is not None}
+
+
+def hidden(spec: AttentionSpec, operands: Operands, moved: Moved) -> tuple[Operands, Moved]:
+    """Returns operands and tangents with NaN and infinities in everything that no result depends on."""
+    poisoned, moving = (
+        poison(spec, x, jnp.zeros_like(operands.query))[0] for x in (operands, operands._replace(**moved))
+    )
+    return poisoned, {name: getattr(moving, name) for name in moved}
+
+
+def assert_within_budget(found: Any, spec: AttentionSpec, operands: Operands, moved: Moved) -> None:
+    """Raises an `AssertionError` unless tangents of the output and of the log-sum-exp are right."""
+    expected, baseline = (_by_xla(spec, operands, moved, is_exact) for is_exact in (True, False))
+    for name, got, wanted, based in zip(("dout", "dlse"), found, expected, baseline, strict=True):
+        wanted = np.asarray(wanted, np.float32)
+        error, allowed = (np.abs(np.asarray(x, np.float32) - wanted) for x in (got, based))
+        rounding = _ROUNDING[str(operands.query.dtype)] * (1.0 + np.abs(wanted).max()) if name == "dout" else 1e-3
+        assert error.max() <= 2.0 * allowed.max() + rounding, (name, error.max(), allowed.max())
+        typical, most, size = (np.sqrt(np.mean(x**2)) for x in (error, allowed, wanted))
+        assert typical <= 2.0 * most + 1e-4 * (1.0 + size), (name, typical, most)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _by_xla(spec: AttentionSpec, operands: Operands, moved: Moved, is_exact: bool) -> Tangents:
+    """Returns the tangents on the XLA path, in float32 if they are to be exact."""
+    spec = dataclasses.replace(spec, precision="highest")
+    with jax.default_matmul_precision("highest"):
+        if is_exact:
+            operands = operands._replace(**{name: getattr(operands, name).astype(jnp.float32) for name in QKV})
+            moved = {name: x.astype(jnp.float32) for name, x in moved.items()}
+        elif operands.scale is not None:
+            operands, moved = _scaled(operands, moved)
+        return tangents.tangent(spec, operands, *passes.forward(spec, operands), moved)
+
+
+def _scaled(operands: Operands, moved: Moved) -> tuple[Operands, Moved]:
+    """Returns a call whose scale is part of the query, which is rounded once more, as its tangent is."""
+    query, scale = operands.query, operands.scale
+    assert scale is not None
+
+    def times(x: jax.Array, factor: jax.Array) -> jax.Array:
+        return (x.astype(factor.dtype) * factor[:, :, None, None]).astype(x.dtype)
+
+    moves = times(moved["query"], scale) + times(query, moved["scale"])
+    moved = {name: x for name, x in moved.items() if name != "scale"} | {"query": moves}
+    return operands._replace(query=times(query, scale), scale=None), moved
