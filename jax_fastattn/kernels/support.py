@@ -220,6 +220,8 @@ def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]
         text = f"{len(found)} planes, {numbers}"
     elif kinds == {"table"}:
         text = numbers
+    elif problem.num_sequences and "dropout" in problem.spec.present:
+        text = f"{numbers} of packed sequences next to dropout"
     elif problem.num_sequences and not has_rows_code(problem.spec.score_mod):
         text = f"{numbers} of packed sequences{'' if kinds == {'distance'} else ' next to a plane of distances'}"
     elif problem.num_sequences and _has_many_bits(problem):

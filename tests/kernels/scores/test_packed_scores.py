@@ -224,6 +224,10 @@ def test_what_the_kernels_refuse() -> None:
     assert found.endswith("for numbers of distances of packed sequences")
     (found,) = reasons(every_plane, "query_numbers")
     assert found.endswith("for numbers of queries of packed sequences next to a plane of distances")
+    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    (found,) = reasons(alibi, "head_numbers", **dropout)
+    assert found.endswith("for numbers of heads of packed sequences next to dropout")
+    assert not reasons(alibi, **dropout)
     (found,) = reasons(lambda s, b, h, q, k: s / (1.0 + q - k))
     assert found == "`score_mod` may be no number past the last query of a packed sequence"
     (found,) = reasons(lambda s, b, h, q, k: s + TABLE[k - q + b, h])
