@@ -150,7 +150,7 @@ def paged_reference(spec: AttentionSpec, operands: PagedOperands) -> tuple[jax.A
 
 def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     """Returns which query sees which key, bool `[B, N, T, S]`."""
-    operands = packed.by_token(operands)
+    given, operands = operands, packed.by_token(operands)
     batch, query_length, num_heads, _ = operands.query.shape
     key_length = operands.key.shape[1]
     queries = jnp.arange(query_length, dtype=jnp.int32)[None, None, :, None]
@@ -177,7 +177,7 @@ def visible_pairs(spec: AttentionSpec, operands: Operands) -> jax.Array:
     if operands.mask is not None:
         terms.append(by_query_head(operands.mask, num_heads))
     if spec.mask_mod is not None:
-        terms.append(of_pairs(spec, operands))
+        terms.append(of_pairs(spec, given))
     return functools.reduce(jnp.logical_and, terms)
 
 
@@ -213,9 +213,9 @@ def of_pairs(
     number = 1
     if scores is not None and visible is not None:
         program, number, leaves["score"] = spec.score_mod, 0, jnp.where(visible, scores, HARMLESS)
-        if isinstance(program, Code) and operands.sequences is not None:  # such a code counts inside of sequences
-            of_queries, of_keys = first_rows(operands)
-            leaves |= {"query": i - of_queries[:, None, :, None], "key": j - of_keys[:, None, None, :]}
+    if isinstance(program, Code) and operands.sequences is not None:  # such a code counts inside of sequences
+        of_queries, of_keys = first_rows(operands)
+        leaves |= {"query": i - of_queries[:, None, :, None], "key": j - of_keys[:, None, None, :]}
     assert program is not None
     planes = [read(place) for place in places((spec.score_mod, spec.mask_mod))[number]]
     if isinstance(program, Code):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_fastattn.canonical import arguments, dropout, validation
-from jax_fastattn.canonical.programs import of_rows, programs
+from jax_fastattn.canonical.programs import programs
 from jax_fastattn.layouts import packed
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.ops.block_mask import BlockMask
@@ -47,7 +47,6 @@ def canonicalize(
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)
     rows = None if score_mod is None and mask_mod is None else packed_rows(sequences, (axes["T"], axes["S"]))
-    mask_mod = mask_mod if rows is None else of_rows(mask_mod, rows)
     found, planes = programs(axes, q.dtype, score_mod, mask_mod, rows)
     operands = Operands(
         query=q,

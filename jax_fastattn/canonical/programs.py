@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jax_fastattn.canonical.validation import Axes
 from jax_fastattn.ops.block_mask import BlockMask
-from jax_fastattn.programs import planes
+from jax_fastattn.programs import analysis, planes
 from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.facts import short_read
 from jax_fastattn.programs.function import Function, Program
@@ -39,8 +39,8 @@ def programs(
         axes: the sizes of the call.
         dtype: the dtype of the query.
         score_mod, mask_mod: functions, or a `BlockMask` in the place of the latter.
-        rows: of packed sequences. The code of `score_mod` then counts inside the sequence. A function that has no code,
-            and `mask_mod`, which takes rows of the arrays, do not.
+        rows: of packed sequences. Codes then count inside the sequence. A function that has no code does not: it takes
+            rows of the arrays.
         share: how many queries and keys a device has, if all devices have the sizes together.
 
     Raises:
@@ -53,17 +53,35 @@ def programs(
     if isinstance(mask_mod, BlockMask):
         mask, of_mask = mask_mod.program, [lax.stop_gradient(x) for x in mask_mod.planes]
     else:
-        mask, of_mask = mask_planes(axes, dtype, mask_mod, share)
+        mask, of_mask = mask_planes(axes, dtype, mask_mod, share, rows)
     return {"score_mod": score, "mask_mod": mask}, planes.stack((score, mask), (of_score, of_mask))
 
 
 def mask_planes(
-    axes: Axes, dtype: Any, mask_mod: Any, share: tuple[int, int] | None = None
+    axes: Axes, dtype: Any, mask_mod: Any, share: tuple[int, int] | None = None, rows: PackedRows | None = None
 ) -> tuple[Program | None, list[jax.Array]]:
     """Returns the program of a mask function, and the planes `[b, n, L]` that it reads; see `programs`."""
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
-    program, found = _program("mask_mod", mask_mod, sizes, wide, share=share)
+    if rows is None:
+        program, found = _program("mask_mod", mask_mod, sizes, wide, share=share)
+    else:
+        program, found = _packed_mask(mask_mod, sizes, wide, rows)
     return program, [lax.stop_gradient(x) for x in found]
+
+
+def _packed_mask(
+    function: Any, sizes: tuple[int, int, int, int], wide: Any, rows: PackedRows
+) -> tuple[Program | None, list[jax.Array]]:
+    """Returns the program of a mask function of packed sequences, and its planes.
+
+    A code that reads planes of queries and of keys alone is the same by rows as inside of sequences. It comes first,
+    since kernels may decide its comparisons of integers in edge tiles. A function of distances needs the other one.
+    """
+    found = _program("mask_mod", of_rows(function, rows), sizes, wide)
+    if function is None or (isinstance(found[0], Code) and not analysis.is_inexact(found[0])):
+        return found
+    inside = _program("mask_mod", function, sizes, wide, rows)
+    return inside if isinstance(inside[0], Code) and not analysis.is_inexact(inside[0]) else found
 
 
 def _program(
@@ -129,7 +147,10 @@ def _unsplit(x: Any) -> Any:
 def _lowered(graph: Graph, wide: Any, is_mask: bool, of_sequences: bool) -> tuple[Code | None, tuple[Cut, ...], str]:
     """Returns code and planes of a graph; None and why there is no code. An eager call comes here each time."""
     try:
-        code, cuts = lower_mask(graph) if is_mask else lower_score(graph, wide, of_sequences=of_sequences)
+        if is_mask:
+            code, cuts = lower_mask(graph, of_sequences=of_sequences)
+        else:
+            code, cuts = lower_score(graph, wide, of_sequences=of_sequences)
     except NoCodeError as error:
         return None, (), str(error)
     return code, tuple(cuts), ""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fastattn.canonical.packed import packed_rows
-from jax_fastattn.canonical.programs import mask_planes, of_rows
+from jax_fastattn.canonical.programs import mask_planes
 from jax_fastattn.programs import planes
 from jax_fastattn.programs.function import Program
 
@@ -106,9 +106,8 @@ def mask_operands(
     """
     axes: Any = {name: sizes[name] for name in "BNTS"}
     function = mask_function(number, sizes["T"], arrays, is_packed=sequences is not None)
-    if sequences is not None:
-        function = of_rows(function, packed_rows(sequences, (sizes["T"], sizes["S"])))
-    program, found = mask_planes(axes, dtype, function)
+    rows = None if sequences is None else packed_rows(sequences, (sizes["T"], sizes["S"]))
+    program, found = mask_planes(axes, dtype, function, rows=rows)
     return program, planes.stack((None, program), ([], found))
 
 

@@ -293,7 +293,8 @@ def score_function(program: object, shapes: tuple[tuple[str, int, int], ...], *,
     if not isinstance(program, Program):
         return ()
     parts = _parts(program, shapes, exact=exact)
-    name, hooks = ("TermProgram", ("logit", "term")) if parts.terms else ("ScoreProgram", ("logit",))
+    name = "ShiftedProgram" if parts.factored[1] is None else "ScoreProgram"
+    name, hooks = ("TermProgram", ("logit", "term")) if parts.terms else (name, ("logit",))
     feature = f"{_FEATURES}.program.score:{name}"
     registers = 0 if not parts.terms else TERM_REGISTERS if parts.reads_none else READING_REGISTERS
     operands = _plane_operands(parts.places)

@@ -126,6 +126,11 @@ class Score:
         return steps[0] if len(steps) == 1 and steps[0].defines("term") else None
 
     @property
+    def is_shifted(self) -> bool:
+        """Whether a number that is subtracted from a logit joins the last feature that changes it."""
+        return bool(self.steps) and self.steps[-1].defines("shifted")
+
+    @property
     def hides_in_full(self) -> bool:
         """Whether tiles without an edge may hide all that a row sees."""
         return self.hides_keys or any(feature.hides_in_full for feature in self.features)
@@ -200,19 +205,22 @@ class Score:
     def exponentials(self, acc: Accumulator, tile: ScoreTile, maxima: Accumulator) -> list[Float32]:
         """Turns products into 2^(logit - maximum), in place, given maxima in units of `full`.
 
-        What a feature adds and the maximum become one term: one FFMA for both.
+        What a feature adds and the maximum become one term: one FFMA for both. So do a last product and the maximum.
 
         Returns:
             the lane's sums of its rows.
         """
-        blocks = 1, _size(acc) // 4
-        if (added := self.read(tile).added) is None:
+        blocks, score = (1, _size(acc) // 4), self.read(tile)
+        if (added := score.added) is None and not score.is_shifted:
             self.full(acc, tile)
             return softmax.exponentials(acc, *blocks, self.unit, [self.shift(maxima[i]) for i in range(2)], self.rounds)
         shifts = [self._raised(maxima[i]) for i in range(2)]
         for i in range(_size(acc)):
             at = tile.at(i)
-            acc[i] = ptx.exp2(ptx.fma(acc[i], self.factor, added.term(at, shifts[at.i])))
+            if added is None:
+                acc[i] = ptx.exp2(score.shifted(acc[i], at, shifts[at.i]).value)
+            else:
+                acc[i] = ptx.exp2(ptx.fma(acc[i], self.factor, added.term(at, shifts[at.i])))
         return softmax.row_sums(acc, *blocks, self.rounds)
 
     def shift(self, maximum: Float32) -> Float32:
@@ -310,6 +318,13 @@ class Score:
             logit = step.logit(logit, at)
         return logit
 
+    def shifted(self, x: Float32, at: Element, less: Float32) -> Logit:
+        """Returns the logit of a product in base 2, less a number, if the composition `is_shifted`."""
+        logit = Logit(x, self.factor)
+        for step in self.steps[:-1]:
+            logit = step.logit(logit, at)
+        return self.steps[-1].shifted(logit, at, less)
+
     def differentiate(self, x: Float32, lse2: Float32, change: Float32, at: Element) -> tuple[Float32, Float32]:
         """Returns P of a product, and dS, given dP - delta; see `gradient`, which needs one register more for a cap."""
         probability, slope = self._probability(x, lse2, at)
@@ -351,6 +366,9 @@ class Score:
         if self.joins_lse and (added := self.added) is not None:
             # One FFMA computes both, as in `exponentials`.
             return ptx.exp2(ptx.fma(x, self.factor, added.term(at, lse2))), None
+        if self.joins_lse and self.is_shifted:
+            logit = self.shifted(x, at, lse2)
+            return ptx.exp2(logit.value), logit.slope if logit.slopes else None
         logit = self.logit(x, at)
         less = logit.value - lse2 if logit.factor is None else ptx.fma(logit.value, logit.factor, -lse2)
         return ptx.exp2(less), logit.slope if logit.slopes else None

@@ -24,7 +24,6 @@ from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, s
 from jax_fastattn.kernels.sm90.forward.config import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
-from jax_fastattn.layouts.packed_scores import has_rows_code
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.analysis import is_wild, terms
 from jax_fastattn.programs.code import Code, Place, places
@@ -182,9 +181,6 @@ def _score_mod_reasons(problem: Problem, longest: int) -> list[tuple[str, str]]:
     if unknown := sorted({op for op, *_ in program.instructions} - SCORE_OPS):
         text = f"`score_mod` computes {', '.join(f'`{op}`' for op in unknown)}, which has no instruction in the kernels"
         found.append((text, "compute it ahead of the call"))
-    if problem.num_sequences and problem.spec.mask_mod is not None and not has_rows_code(program):
-        text = "no kernel evaluates `score_mod` with numbers of distances of packed sequences next to a `mask_mod`"
-        found.append((text, 'pass `implementation="xla"`'))
     if problem.num_sequences and is_wild(program):
         text = "`score_mod` may be no number past the last query of a packed sequence"
         found.append((text, 'pass `implementation="xla"`'))
@@ -238,8 +234,10 @@ def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]
         text = f"{len(found)} planes, {numbers}"
     elif kinds == {"table"}:
         text = numbers
-    elif problem.num_sequences and not has_rows_code(problem.spec.score_mod):
-        text = f"{numbers} of packed sequences{'' if kinds == {'distance'} else ' next to a plane of distances'}"
+    elif problem.num_sequences and "dropout" in problem.spec.present:
+        text = f"{numbers} of packed sequences next to dropout"
+    elif problem.num_sequences and _is_long(problem):
+        text = f"{numbers} of packed sequences with more than {MAX_LISTED_LENGTH} rows in one order"
     elif problem.num_sequences and _has_many_bits(problem):
         text = f"{numbers} of packed sequences, of which bits would take more than {MAX_BITS_NBYTES >> 20} MiB"
     elif kinds == {"key"} and not _is_one(problem.spec.score_mod, number):
@@ -253,13 +251,20 @@ def _captured_reasons(problem: Problem, wanted: Collection[str]) -> list[Reason]
     return [Reason("captured", prefix + text, remedy)] if text else []
 
 
+def _is_long(problem: Problem) -> bool:
+    """Returns whether the call by rows has more of them than lists have numbers for."""
+    by_rows = problem_by_rows(problem, sums_plane=True)
+    return max(by_rows.query_length, by_rows.key_length) > MAX_LISTED_LENGTH
+
+
 def _has_many_bits(problem: Problem) -> bool:
     """Returns whether bits of all pairs may take too much memory, which say what causal and window show of rows.
 
     Tiles reach up to 255 rows past the end.
     """
-    pairs = (problem.query_length + 255) * (problem.key_length + 255) * problem.batch
-    return problem.spec.bounds != (None, None) and pairs > 8 * MAX_BITS_NBYTES
+    by_rows = problem_by_rows(problem, sums_plane=True)
+    pairs = (by_rows.query_length + 255) * (by_rows.key_length + 255) * problem.batch
+    return by_rows.spec.mask_mod is not None and pairs > 8 * MAX_BITS_NBYTES
 
 
 def _is_one(program: Program | None, plane: int) -> bool:

@@ -20,6 +20,11 @@ _TAME = frozenset(
     )
 )
 
+# The last digits of these depend on who computes them. In a mask function XLA does, unless they are of pairs.
+INEXACT = ("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt")
+
+_SHARED = (frozenset[str](), frozenset(["query"]), frozenset(["key"]))
+
 _OF_PAIRS = {"query": {"query"}, "key": {"key"}, "distance": {"query", "key"}}
 
 
@@ -58,6 +63,32 @@ def terms(code: Code) -> list[tuple[int, int]] | None:
         found.append((1 if op == "add" else -1, y))
         i = x
     return found or None
+
+
+def reads_positions(code: Code) -> bool:
+    """Returns whether a code reads where a pair lies, other than by planes of queries and of keys."""
+    found = any(op == "affine" for op, *_ in code.instructions)
+    return found or any(plane.kind == "distance" for plane in code.planes)
+
+
+def is_inexact(code: Code) -> bool:
+    """Returns whether a mask function has instructions whose last digits depend on who computes them."""
+    return any(op in INEXACT for op, *_ in code.instructions)
+
+
+def scale_factor(code: Code) -> str | None:
+    """Returns which index decides a number that the score is multiplied by first: "head", "query" or "key".
+
+    Kernels multiply it by the scale, once for all scores that share it. None if there is no such number, or one that is
+    known.
+    """
+    found = depends(code)
+    for op, *operands in code.instructions:
+        for x, y in (operands, operands[::-1]) if op == "mul" else ():
+            is_known = code.instructions[y][0] == "const"
+            if code.instructions[x][0] == "score" and not is_known and found[y] in _SHARED:
+                return next(iter(found[y]), "head")
+    return None
 
 
 def keeps_nan(code: Code) -> bool:

@@ -112,10 +112,12 @@ def words(name: str, program: Program | None) -> str:
         return f"`{name}` is evaluated as it stands, because {program.reason}"
     kinds = ", ".join(plane.kind for plane in program.planes)
     planes = f"{len(program.planes)} plane{'s' * (len(program.planes) != 1)}{f' ({kinds})' * bool(kinds)}"
-    adds = name == "score_mod" and analysis.terms(program) is not None
-    return (
-        f"`{name}` has {planes} and {len(program.instructions)} instructions{', and adds a term to the score' * adds}"
-    )
+    text = f"`{name}` has {planes} and {len(program.instructions)} instructions"
+    if name != "score_mod":
+        return text
+    if factor := analysis.scale_factor(program):
+        return f"{text}, and its factor of a {factor} is folded into the scale"
+    return text + ", and adds a term to the score" * (analysis.terms(program) is not None)
 
 
 def _captured(graph: Graph) -> list[Value]:

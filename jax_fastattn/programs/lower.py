@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fastattn.programs.analysis import INEXACT
 from jax_fastattn.programs.code import Builder, Code, Plane
 from jax_fastattn.programs.evaluation import OPS, evaluate_code
 from jax_fastattn.programs.facts import COMPARISONS, Facts, facts
@@ -35,8 +36,6 @@ _SAME = OPS - {"to_int", "select", "rem"}
 # These are right for any integers that int32 holds. Others may leave the range of a narrower type.
 _EXACT = (*COMPARISONS, "max", "min", "select", "and", "or", "convert_element_type")
 _RESHAPES = ("squeeze", "reshape", "broadcast_in_dim")
-# The last digits of these depend on who computes them. In a mask function XLA does, unless they are of pairs.
-_INEXACT = ("exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sqrt", "rsqrt")
 
 
 class NoCodeError(Exception):
@@ -58,13 +57,16 @@ class Cut:
     starts: tuple[int | None, ...] = ()
 
 
-def lower_mask(graph: Graph) -> tuple[Code, list[Cut]]:
+def lower_mask(graph: Graph, *, of_sequences: bool = False) -> tuple[Code, list[Cut]]:
     """Returns the code of a mask function and its planes.
+
+    Args:
+        of_sequences: see `Facts.of_sequences`.
 
     Raises:
         NoCodeError: there is none.
     """
-    lowering = _Lowering(graph, has_tables=True)
+    lowering = _Lowering(graph, has_tables=True, of_sequences=of_sequences)
     result = lowering.lower(graph.results[0])
     return lowering.builder.code([result], [x.plane for x in lowering.cuts]), lowering.cuts
 
@@ -152,7 +154,7 @@ class _Lowering:
             return self._plane(i, dtype, facts)
         if value.shape or any(self._graph.values[x].shape for x in value.args):
             return self._array(i)
-        if self._has_tables and value.op in _INEXACT and facts.kind is not None:
+        if self._has_tables and value.op in INEXACT and facts.kind is not None:
             return self._plane(i, dtype, facts)
         found = self._instruction(value, dtype)
         if found is not None:

@@ -24,6 +24,7 @@ from jax_fastattn import dropout
 from jax_fastattn.layouts.heads import reduce_to, rows_of, split_heads
 from jax_fastattn.layouts.packed import by_token, key_range, token_starts
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.programs.analysis import reads_positions
 from jax_fastattn.programs.code import Code
 from jax_fastattn.spec import HIDDEN_BIAS, AttentionSpec, Operands, is_known
 from jax_fastattn.xla import mods
@@ -51,7 +52,7 @@ class Blocks:
         bias, mask: `[b, k, g, t, s]`. With one row for each key/value head, g is 1.
         dropout: the operand `[b, k, g, W]`; None without.
         starts: the first rows of the sequences of queries and keys, `[B, 1, 1, T]` and `[B, 1, 1, S]`, if sequences are
-            packed, and weights are dropped or a code of `score_mod` counts inside of them.
+            packed, and weights are dropped or a code counts inside of them.
         bands: queries of a band and the keys that they may see, if the call is computed at once; else empty.
         queries, keys: the chunks of T and of S otherwise.
         sequences: the operand, if sequences are packed.
@@ -241,7 +242,8 @@ class Blocks:
     @property
     def predicate(self) -> Predicate:
         """Returns which queries see which keys."""
-        return Predicate(self.spec, self.operands, self.mask, self.queries.length, self.keys.length)
+        lengths = self.queries.length, self.keys.length
+        return Predicate(self.spec, self.operands, self.mask, *lengths, self.starts)
 
     def visible(self, queries: Span, keys: Span, *, skip_stored_queries: bool = False) -> jax.Array | None:
         """Returns which pairs are visible, see `Predicate.visible`."""
@@ -292,7 +294,8 @@ class Blocks:
 def _starts(spec: AttentionSpec, sequences: jax.Array | None, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
     """Returns `Blocks.starts`, from the sequences and from operands by token."""
     query_ids, key_ids = operands.query_segment_ids, operands.key_value_segment_ids
-    is_asked = operands.dropout is not None or isinstance(spec.score_mod, Code)
+    is_counted = isinstance(spec.mask_mod, Code) and reads_positions(spec.mask_mod)
+    is_asked = operands.dropout is not None or isinstance(spec.score_mod, Code) or is_counted
     if sequences is None or not is_asked or query_ids is None or key_ids is None:
         return None
     of_queries, of_keys = token_starts(sequences, query_ids, key_ids)

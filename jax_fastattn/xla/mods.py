@@ -24,14 +24,17 @@ from jax_fastattn.spec import AttentionSpec, Operands, is_known
 from jax_fastattn.xla.chunks import Index, Span
 
 Lengths = tuple[int, int]
+Starts = tuple[jax.Array, jax.Array]
 Stacks = Mapping[str, Any]
 
 
-def counts(spec: AttentionSpec, operands: Operands, queries: Span, keys: Span, lengths: Lengths) -> jax.Array:
+def counts(
+    spec: AttentionSpec, operands: Operands, queries: Span, keys: Span, lengths: Lengths, starts: Starts | None = None
+) -> jax.Array:
     """Returns which pairs count by `mask_mod`, in a shape that broadcasts to `[B, K, G, t, s]`."""
     program = spec.mask_mod
     assert program is not None
-    block = Block(operands, queries, keys, lengths)
+    block = Block(operands, queries, keys, lengths, starts if isinstance(program, Code) else None)
     planes = block.read(program, places((spec.score_mod, program))[1], operands._asdict())
     if isinstance(program, Code):
         found = evaluate_code(program, block.leaves, planes)[0]
@@ -52,7 +55,7 @@ class Block:
     queries: Span
     keys: Span
     lengths: Lengths
-    starts: tuple[jax.Array, jax.Array] | None = None
+    starts: Starts | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Predicate:
         mask: `[b, k, g, t, s]`, see `split_heads`; None without.
         query_length: T.
         key_length: S.
+        starts: see `mods.Block`.
     """
 
     spec: AttentionSpec
@@ -37,6 +38,7 @@ class Predicate:
     mask: jax.Array | None
     query_length: int
     key_length: int
+    starts: tuple[jax.Array, jax.Array] | None = None
 
     @classmethod
     def of(cls, spec: AttentionSpec, operands: Operands) -> Predicate:
@@ -81,7 +83,7 @@ class Predicate:
         terms = [term[:, None, None] for term in terms]
         if self.spec.mask_mod is not None:
             lengths = self.query_length, self.key_length
-            terms.append(mods.counts(self.spec, operands, queries, keys, lengths))
+            terms.append(mods.counts(self.spec, operands, queries, keys, lengths, self.starts))
         if self.mask is not None:
             rows = queries.take(self.mask, 3, self.query_length)
             terms.append(keys.take(rows, 4, self.key_length))

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scale": {"local_window_size": (30, 5), "scale": jnp.float32(-0.125)},
     "packed": {"cu_seqlens": True, "is_causal": True},
     "packed-function": {"cu_seqlens": True, "mask_mod": lambda b, h, q, k: q >= k - b},
+    "packed-distances": {"cu_seqlens": True, "mask_mod": lambda b, h, q, k: jnp.arange(400)[k - q + 200] % 3 != 1},
 }
 
 

@@ -79,6 +79,68 @@ def test_a_query_sees_the_same_keys(mask_mod: Any, options: dict[str, Any]) -> N
     assert problem == wanted and packed_masks.problem_by_rows(wanted) == wanted
 
 
+NUMBERS = jnp.asarray(np.random.default_rng(0).standard_normal((T + S, N)), jnp.float32)
+COLUMNS = jnp.asarray(np.random.default_rng(1).standard_normal((3, S)), jnp.float32)
+
+
+def of_distances(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """It reads floats of distances and of a sequence's keys, a logarithm of distances, and positions."""
+    near = (NUMBERS[k - q + T, h] < 0.6) & (jnp.log1p(jnp.abs(q - k)) < 3) & (COLUMNS[b, k] < 1.2)
+    return near & (q - k < WIDTHS[b]) & ((q + 2 * k) % 5 != 0)
+
+
+def shown(mask_mod: Any, bounds: tuple[int, int], offsets: Any) -> np.ndarray:
+    """Returns which pairs of the packed arrays a function shows, pair by pair."""
+    found = np.zeros((N, T, S), bool)
+    starts, starts_k = (np.asarray(x) for x in STARTS.values())
+    for b, offset in enumerate(offsets):
+        rows, keys = starts[b + 1] - starts[b], starts_k[b + 1] - starts_k[b]
+        h, q, k = np.ogrid[:N, :rows, :keys]
+        at = np.broadcast_arrays(np.int32(b), h, q, k)
+        seen = jnp.vectorize(mask_mod)(*(jnp.asarray(x, jnp.int32) for x in at)) if rows and keys else True
+        seen = seen & (k - q <= offset + bounds[1]) & (k - q >= offset - bounds[0])
+        found[:, starts[b] : starts[b + 1], starts_k[b] : starts_k[b + 1]] = seen
+    return found
+
+
+@pytest.mark.parametrize("name", ["causal", "offsets", "scores"])
+def test_a_query_sees_the_same_keys_in_aligned_rows(name: str) -> None:
+    """Sequences begin at the same row on both sides, so that a distance inside of them is one of rows."""
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"is_causal": True},
+        "offsets": {"local_window_size": (9, 20), "query_offset": OFFSET},
+        "scores": {"is_causal": True, "score_mod": lambda s, b, h, q, k: s + NUMBERS[k - q + T, h] + q // 3},
+    }
+    mask_mod = near if name == "scores" else of_distances
+    spec, operands = call(mask_mod=mask_mod, **options[name])
+    bounds = (9, 20) if name == "offsets" else (T, 0)
+    expected = shown(mask_mod, bounds, OFFSET if name == "offsets" else [0] * 3)
+    assert 0 < expected.sum() < expected.size / 4
+    np.testing.assert_array_equal(visible_pairs(spec, operands)[0], expected)
+    aligned = packed_masks.RowsCall.of(spec, operands)
+    assert aligned.order is not None and aligned.spec.present == aligned.operands.present()
+    assert aligned.spec.bounds == ((None, None) if name == "offsets" else (None, 0))
+    rows, keys = (np.asarray(x[0]) for x in aligned.order.targets)
+    found = np.asarray(visible_pairs(aligned.spec, aligned.operands))[0]
+    of_tokens = found[:, rows[:, None], keys] & (rows[:, None] >= 0) & (keys >= 0)
+    np.testing.assert_array_equal(of_tokens, expected)
+    assert found.sum() == expected.sum()
+    # A batch of two packs, of which one has other sequences.
+    assert operands.sequences is not None
+    others = operands._replace(sequences=operands.sequences.at[:, 2, 0].set(9))
+    both = packed_masks.RowsCall.of(spec, jax.tree.map(lambda x, y: jnp.concatenate([x, y]), operands, others))
+    second = packed_masks.RowsCall.of(spec, others)
+    np.testing.assert_array_equal(
+        visible_pairs(both.spec, both.operands), [found, visible_pairs(second.spec, second.operands)[0]]
+    )
+    # The sizes alone say the same, except that planes may be for all heads next to a `score_mod`.
+    for one, given in ((aligned, operands), (both, both.packed)):
+        wanted, problem = Problem.of(one.spec, one.operands), packed_masks.problem_by_rows(Problem.of(spec, given))
+        if name == "scores":
+            wanted = dataclasses.replace(wanted, mask_mod_shape=problem.mask_mod_shape)
+        assert problem == wanted and packed_masks.problem_by_rows(wanted) == wanted
+
+
 def test_limits_keep_planes_of_queries() -> None:
     """Those of `score_mod` come first, with numbers for each head, then those of `mask_mod`."""
     spec, operands = call(mask_mod=near, score_mod=lambda s, b, h, q, k: s * (q // (h + 1)), is_causal=True)
@@ -94,7 +156,7 @@ def test_kernels_take_a_function_of_packed_sequences() -> None:
     spec, operands = call(mask_mod=near, dropout_rate=0.5, dropout_key=jax.random.key(0))
     reasons = [reason.text for reason in unsupported_reasons(Problem.of(spec, operands), "sm_90a")]
     assert "no kernel drops weights of packed sequences with a `mask_mod`" in reasons
-    (found,) = unsupported_reasons(Problem.of(*call(mask_mod=lambda b, h, q, k: jnp.exp(q - k) < 3)), "sm_90a")
+    (found,) = unsupported_reasons(Problem.of(*call(mask_mod=lambda b, h, q, k: jnp.exp(q * k) < 3)), "sm_90a")
     assert "`mask_mod` computes `exp`" in found.text
 
 

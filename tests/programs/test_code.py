@@ -16,6 +16,7 @@ from jax import lax
 
 from jax_fastattn.programs.code import Code
 from jax_fastattn.programs.evaluation import evaluate_code
+from jax_fastattn.programs.function import words
 from jax_fastattn.programs.lower import NoCodeError, lower_mask, lower_score
 from jax_fastattn.programs.trace import MASK_ARGUMENTS, SCORE_ARGUMENTS, trace_call
 
@@ -347,3 +348,22 @@ def test_an_error_of_the_function_is_its_own() -> None:
 
 def test_functions_of_partial_arguments_are_functions() -> None:
     assert mask_code(functools.partial(lambda n, b, h, q, k: q >= k + n, 2)) == mask_code(lambda b, h, q, k: q >= k + 2)
+
+
+# By the index that decides the first factor: functions that have one. None stands for no such factor.
+FACTORS: list[tuple[str | None, Callable[..., Any]]] = [
+    ("head", lambda s, b, h, q, k: SLOPES[h] * s),
+    ("query", lambda s, b, h, q, k: jnp.tanh(s * OF_KEYS[b, q]) + s),
+    ("key", lambda s, b, h, q, k: s - s * OF_KEYS[b, k]),
+    (None, lambda s, b, h, q, k: 2.0 * s),
+    (None, lambda s, b, h, q, k: s * TABLE[jnp.clip(k - q, -1, 1) + 1, h]),
+    (None, lambda s, b, h, q, k: (s + 1) * SLOPES[h]),
+    (None, lambda s, b, h, q, k: s * s),
+]
+
+
+@pytest.mark.parametrize(("kind", "function"), FACTORS)
+def test_explain_names_a_factor_that_joins_the_scale(kind: str | None, function: Callable[..., Any]) -> None:
+    found = words("score_mod", score_code(function))
+    assert found.endswith(f", and its factor of a {kind} is folded into the scale") == (kind is not None)
+    assert ("scale" in found) == (kind is not None)

@@ -475,8 +475,13 @@ def test_symbolic_lengths_take_functions() -> None:
     assert_same(exported.call(given["query"], given["key"], given["value"]), call(**given))
 
 
-def test_packed_sequences_count_from_their_starts() -> None:
-    """Against a call for each sequence. Row 0 of the queries and rows from 19 on are padding."""
+@pytest.mark.parametrize("reads_table", [False, True])
+def test_packed_sequences_count_from_their_starts(reads_table: bool) -> None:
+    """Against a call for each sequence. Row 0 of the queries and rows from 19 on are padding.
+
+    Args:
+        reads_table: whether the mask function reads floats of distances.
+    """
     starts, starts_k = (1, 6, 6, 19), (0, 9, 12, 30)
     given = {name: x[0] for name, x in mods.draw().items()}
     arrays = {
@@ -492,9 +497,12 @@ def test_packed_sequences_count_from_their_starts() -> None:
 
         return mod
 
+    def few(h: Any, q: Any, k: Any) -> Any:
+        return mods.array("t5")[jnp.clip(k - q, -8, 7) + 8, h] < 0.2 if reads_table else True
+
     def packed(given: Any, arrays: Any) -> jax.Array:
         boundaries = jnp.array(starts), jnp.array(starts_k)
-        mask = lambda b, h, q, k: (q >= k) | (b == 2)
+        mask = lambda b, h, q, k: ((q >= k) | (b == 2)) & few(h, q, k)
         arrays_of = given["query"], given["key"], given["value"]
         return attention_varlen(*arrays_of, *boundaries, score_mod=score_mod(arrays), mask_mod=mask)
 
@@ -504,7 +512,8 @@ def test_packed_sequences_count_from_their_starts() -> None:
             rows, keys = slice(*starts[i : i + 2]), slice(*starts_k[i : i + 2])
             own = given["query"][rows], given["key"][keys], given["value"][keys]
             numbered = lambda s, b, h, q, k, i=i: mod(s, i, h, q, k)
-            found.append(attention(*own, is_causal=i != 2, score_mod=numbered))
+            mask = {"mask_mod": lambda b, h, q, k: few(h, q, k)} if reads_table else {}
+            found.append(attention(*own, is_causal=i != 2, score_mod=numbered, **mask))
         return jnp.concatenate([*found, jnp.zeros((T - starts[-1], N, D))])
 
     found, expected = (

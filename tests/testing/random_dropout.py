@@ -24,9 +24,10 @@ def has_random_dropout(case: Case) -> bool:
 def with_random_dropout(case: Case, spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
     """Returns spec and operands of a case with dropout, the same in every run; see `has_random_dropout`.
 
-    Masks are those of each batch entry and head, or one for all.
+    Masks are those of each batch entry and head, or one for all. Kernels refuse dropout of packed sequences with a mask
+    function.
     """
-    if not has_random_dropout(case):
+    if not has_random_dropout(case) or (operands.is_packed and spec.mask_mod is not None):
         return spec, operands
     number = _number(case) // 3
     heads = (operands.query.shape[0], operands.query.shape[2]) if number % 2 else (1, 1)

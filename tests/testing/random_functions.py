@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from jax_fastattn.canonical.packed import packed_rows
-from jax_fastattn.canonical.programs import of_rows, programs
+from jax_fastattn.canonical.programs import programs
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.mask_functions import mask_function
-from jax_fastattn.layouts.packed_scores import has_rows_code
 from jax_fastattn.programs.analysis import is_wild
 from jax_fastattn.spec import AttentionSpec, Operands
 from testing.combinations import keys_of
@@ -38,12 +37,11 @@ def with_random_score(case: Case, spec: AttentionSpec, operands: Operands) -> tu
     if case.mask_mod is not None:
         captured = case.captured(keys_of(case)[0])
         mask = mask_function(case.mask_mod, case.query_length, captured, is_packed=rows is not None)
-        mask = mask if rows is None else of_rows(mask, rows)
     with jax.numpy_dtype_promotion("standard"):  # as in the functions of users
         found, arrays = programs(sizes, case.dtype, score, mask, rows)
     code = found["score_mod"]
     is_refused = is_wild(code) and (rows is not None or case.query_length % 128 > 0)
-    if is_refused or (rows is not None and mask is not None and not has_rows_code(code)):
+    if is_refused:
         return spec, operands
     operands = operands._replace(**arrays)
     return dataclasses.replace(spec, **found, present=operands.present()), operands

@@ -104,6 +104,10 @@ class Feature:
         """Returns what becomes of a logit: a logit in base 2 over `unit`."""
         raise NotImplementedError
 
+    def shifted(self, x: Logit, at: Element, less: Float32) -> Logit:
+        """Returns what `logit` does, in base 2 and less a number, which joins a product or a term."""
+        raise NotImplementedError
+
     def unit(self) -> Float32:
         """Returns the factor that `logit` leaves to what comes next; without this hook it is 1 (`Logit.plus`)."""
         raise NotImplementedError
@@ -121,10 +125,7 @@ class Feature:
         raise NotImplementedError
 
     def keep(self, at: Element) -> Int32:
-        """Returns which of two neighbors in a row, of which `at` is the first, have a part in the output.
-
-        They are 16 ones or zeros for each, the first one in the lower half. Denominators have all weights.
-        """
+        """Returns 16 ones for each of two neighbors in a row, `at` and the next one, that has a part in the output."""
         raise NotImplementedError
 
     def survival(self) -> Float32:

@@ -21,7 +21,7 @@ from jax_fastattn.kernels.sm90.backward import config as sm90
 from jax_fastattn.kernels.sm90.forward.config import forward_scratch
 from jax_fastattn.kernels.support import summed_plane
 from jax_fastattn.layouts.heads import reduce_to, scale_gradient
-from jax_fastattn.layouts.packed_masks import by_rows, is_row_masked, padding_lse
+from jax_fastattn.layouts.packed_masks import RowsCall, is_row_masked
 from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.ops.cuda.bias import with_usable_scale
 from jax_fastattn.ops.cuda.bias_gradient import (
@@ -83,8 +83,8 @@ def forward(
         kept: see `tile_lists`.
     """
     if is_row_masked(spec):
-        out, lse = forward(*by_rows(spec, operands), kernel, kept)
-        return out, padding_lse(operands, lse, -jnp.inf)  # of a sink
+        call = RowsCall.of(spec, operands)
+        return call.results(*forward(call.spec, call.operands, kernel, kept))
     spec, padded = with_usable_scale(spec, for_kernels(operands))
     problem = launched_problem(spec, padded)
     kernel = kernel or forward_spec(problem, ffi.arch())
@@ -139,10 +139,9 @@ def backward(
     """
     sums_plane = summed_plane(Problem.of(spec, operands), wanted) is not None
     if is_row_masked(spec) or (operands.is_packed and sums_plane):
-        if operands.sinks is not None:
-            lse = padding_lse(operands, lse, operands.sinks[:, None])
-        dlse = None if dlse is None else padding_lse(operands, dlse, 0.0)
-        return backward(*by_rows(spec, operands), out, lse, dout, dlse, wanted, kernel, kept)
+        call = RowsCall.of(spec, operands)
+        residuals = call.residuals(out, lse, dout, dlse)
+        return call.gradients(backward(call.spec, call.operands, *residuals, wanted, kernel, kept))
     sinks = operands.sinks if "sinks" in wanted else None
     padded = for_kernels(operands)._replace(sinks=sinks)
     problem = launched_problem(spec, padded)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.layouts.packed_masks import by_rows, is_row_masked
+from jax_fastattn.layouts.packed_aligned import Order
+from jax_fastattn.layouts.packed_masks import RowsCall, is_row_masked
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.passes import cut_head_dim, for_kernels, pad_head_dim, scaled
 from jax_fastattn.spec import QKV, AttentionSpec, Operands
@@ -34,7 +35,7 @@ def tangent(
         kernel: the compile key; by default the one that `kernel_spec` chooses.
     """
     if is_row_masked(spec):
-        return tangent(*by_rows(spec, operands), out, lse, moved, kernel)
+        return _by_rows(RowsCall.of(spec, operands), out, lse, moved, kernel)
     tangents = {name: pad_head_dim(x) for name, x in _of_products(operands, moved).items()}
     sinks_tangent = moved.get("sinks")
     if not tangents:  # the sinks alone move
@@ -50,6 +51,20 @@ def tangent(
     dout = found["out_tangent"].reshape(*lse.shape, problem.v_head_dim)
     dout, dlse = cut_head_dim(dout, out.shape[3]), found["lse_tangent"].reshape(lse.shape)
     return _with_sinks(operands, out, lse, dout, dlse, sinks_tangent)
+
+
+def _by_rows(
+    call: RowsCall, out: jax.Array, lse: jax.Array, moved: Mapping[str, jax.Array], kernel: KernelSpec | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the tangents of packed sequences by those of a call without sequences."""
+    order = call.order
+    if order is None:
+        return tangent(call.spec, call.operands, out, lse, moved, kernel)
+    moves = {name: x for name, x in moved.items() if name in QKV}
+    aligned = Order.of(call.packed._replace(**moves)).operands()
+    moved = {**moved, **{name: getattr(aligned, name) for name in moves}}
+    dout, dlse = tangent(call.spec, call.operands, order.rows(out), order.rows(lse, -jnp.inf), moved, kernel)
+    return order.results(dout), order.results(dlse)
 
 
 def _of_products(operands: Operands, moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import dataclasses
+
 import emulated_ops
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from testing.poison import poison
 
 from jax_fastattn.canonical.packed import canonicalize
 from jax_fastattn.kernels.choose import forward_spec
-from jax_fastattn.kernels.support import gradient_reasons, unsupported_reasons
+from jax_fastattn.kernels.support import MAX_LISTED_LENGTH, gradient_reasons, unsupported_reasons
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import QKV, AttentionSpec, Operands, Problem
 
@@ -55,8 +57,13 @@ def every_plane(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def of_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Without distances other than in formulas, next to which a `mask_mod` may stand."""
+    """Without distances other than in formulas, so that rows stay where they are next to a `mask_mod`."""
     return 3 * jnp.tanh(s / 3) + OF_SEQUENCES[b, h] * jnp.abs(q - k) / 8 + (q + 2 * k) % 3 - COLUMNS[h, STARTS_K[b] + k]
+
+
+def far_apart(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A mask function with floats of distances."""
+    return (TABLE[k - q + 150, h] < 0.8) & ((q + 2 * k + b) % 3 != 0)
 
 
 # By name: a function, and head dim with other arguments.
@@ -77,6 +84,11 @@ CASES: dict[str, tuple[Mod, int, dict[str, Any]]] = {
         of_rows,
         192,
         {"mask_mod": lambda b, h, q, k: (q + k + b) % 4 != 1, "local_window_size": (30, 8)},
+    ),
+    "mask-function-every-plane-d128": (
+        every_plane,
+        128,
+        {"mask_mod": far_apart, "query_offset": 0, "local_window_size": (30, None), "sinks": jnp.array([0.3, -1.0])},
     ),
 }
 
@@ -146,9 +158,11 @@ def test_calls(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(arch, monkeypatch, *call(mod, head_dim, **options))
 
 
-def test_a_mask_function_next_to_one_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of `attention` run it, for which places in a sequence are planes."""
-    check("sm_80", monkeypatch, *call(of_rows, mask_mod=CASES["mask-function"][2]["mask_mod"]))
+@pytest.mark.parametrize("mod", [of_rows, every_plane])
+def test_a_mask_function_next_to_one_of_scores(mod: Mod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of `attention` run it, for which places in a sequence are planes. For distances rows are aligned."""
+    mask = CASES["mask-function"][2]["mask_mod"] if mod is of_rows else far_apart
+    check("sm_80", monkeypatch, *call(mod, mask_mod=mask))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -176,9 +190,8 @@ def test_few_queries_next_to_a_mask_function(arch: str, monkeypatch: pytest.Monk
     np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), np.asarray(expected), atol=2**-7 * 3)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
-def test_batch_entries_are_joined(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two packs, of which one has other sequences, and other numbers of its heads, rows and distances."""
+def two_packs() -> tuple[AttentionSpec, Operands, jax.Array]:
+    """Returns two packs, of which one has other sequences, and other numbers of its heads, rows and distances."""
     spec, operands, dout = call(every_plane)
     assert operands.sequences is not None
     moved = operands.sequences.at[:, 1, 0].add(1).at[:, 0, 1].add(1).at[:, 1, 1].add(-1)
@@ -186,8 +199,21 @@ def test_batch_entries_are_joined(arch: str, monkeypatch: pytest.MonkeyPatch) ->
     floats = [name for name in spec.present if name.endswith("_numbers")]
     others = others._replace(**{name: -getattr(operands, name) for name in floats if name != "key_numbers"})
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), operands, others)
-    both = both._replace(key_numbers=operands.key_numbers)
-    check(arch, monkeypatch, spec, both, jnp.concatenate([dout, -dout]))
+    return spec, both._replace(key_numbers=operands.key_numbers), jnp.concatenate([dout, -dout])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+def test_batch_entries_are_joined(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(arch, monkeypatch, *two_packs())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "plane"), [("sm_80", "query_numbers"), ("sm_90a", "query_numbers"), ("sm_80", "distance_numbers")]
+)
+def test_gradients_of_batch_entries(arch: str, plane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pack has an order of rows of its own."""
+    check(arch, monkeypatch, *two_packs(), plane)
 
 
 # By name: a function, and an array that it captures.
@@ -196,12 +222,19 @@ CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
     "slopes-of-sequences": (lambda x: lambda s, b, h, q, k: s - x[b, h] * (q - k), OF_SEQUENCES),
     "keys": (lambda x: lambda s, b, h, q, k: s - SLOPES[h] * (q - k) + x[h, STARTS_K[b] + k], COLUMNS),
     "temperature-of-tokens": (lambda x: lambda s, b, h, q, k: s * x[STARTS[b] + q], 1 + 0.3 * ROWS),
+    "table": (lambda x: lambda s, b, h, q, k: s + x[k - q + 150, h], TABLE),
+    "table-times-score": (
+        lambda x: lambda s, b, h, q, k: s * (1 + 0.5 * jnp.tanh(x[k - q + 150, 0])) + (q + 2 * k) % 3,
+        TABLE,
+    ),
 }
 CALLS = [(name, arch) for name in CAPTURED for arch in ARCHS]
+# These run at every commit.
+ALWAYS = [("slopes", "sm_80"), ("table", "sm_80")]
 
 
 @pytest.mark.parametrize(
-    ("name", "arch"), [pytest.param(*x, marks=[] if x == ("slopes", "sm_80") else pytest.mark.slow) for x in CALLS]
+    ("name", "arch"), [pytest.param(*x, marks=[] if x in ALWAYS else pytest.mark.slow) for x in CALLS]
 )
 def test_gradients_of_captured_arrays(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass takes the kernels of `attention`."""
@@ -212,18 +245,28 @@ def test_gradients_of_captured_arrays(name: str, arch: str, monkeypatch: pytest.
 
 
 def test_what_the_kernels_refuse() -> None:
-    def reasons(mod: Mod, *planes: str, **options: Any) -> list[str]:
+    def reasons(mod: Mod, *planes: str, rows: int = T, **options: Any) -> list[str]:
         spec, operands, _ = call(mod, **options)
-        problem = Problem.of(spec, operands)
+        problem = dataclasses.replace(Problem.of(spec, operands), query_length=rows)
         found = unsupported_reasons(problem, "sm_90a") + gradient_reasons(problem, [*QKV, *planes])
         return [reason.text for reason in found]
 
-    (found,) = reasons(every_plane, mask_mod=lambda b, h, q, k: q != k)
-    assert "with numbers of distances of packed sequences next to a `mask_mod`" in found
-    (found,) = reasons(lambda s, b, h, q, k: s + TABLE[k - q + 150, h], "distance_numbers")
-    assert found.endswith("for numbers of distances of packed sequences")
-    (found,) = reasons(every_plane, "query_numbers")
-    assert found.endswith("for numbers of queries of packed sequences next to a plane of distances")
+    def of_table(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + TABLE[k - q + 150, h]
+
+    most = MAX_LISTED_LENGTH
+    assert not reasons(of_table, "distance_numbers", rows=most - S, query_offset=0)
+    (found,) = reasons(of_table, "distance_numbers", rows=most, query_offset=0)
+    assert found.endswith(f"for numbers of distances of packed sequences with more than {most} rows in one order")
+    # Offsets are compared by bits.
+    (found,) = reasons(of_table, "distance_numbers", rows=1 << 16)
+    assert found.endswith("of packed sequences, of which bits would take more than 256 MiB")
+    (found,) = reasons(every_plane, mask_mod=lambda b, h, q, k: q != k, rows=1 << 16)
+    assert found == "the bits of `mask_mod` would take more than 256 MiB in a pass"
+    dropout = {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}
+    (found,) = reasons(alibi, "head_numbers", **dropout)
+    assert found.endswith("for numbers of heads of packed sequences next to dropout")
+    assert not reasons(alibi, **dropout)
     (found,) = reasons(lambda s, b, h, q, k: s / (1.0 + q - k))
     assert found == "`score_mod` may be no number past the last query of a packed sequence"
     (found,) = reasons(lambda s, b, h, q, k: s + TABLE[k - q + b, h])

@@ -34,6 +34,9 @@ ROWS = jnp.asarray(_random.standard_normal((B, 300)), jnp.float32)
 COLUMNS = jnp.asarray(_random.standard_normal((4, 400)), jnp.float32)
 IDS = jnp.asarray(np.sort(_random.integers(0, 3, (B, 200)), 1), jnp.int32)
 COUNTS = jnp.asarray(_random.integers(0, 5, (B, 4)), jnp.int32)
+# Factors of queries that a fold into the scale might lose: others have both signs.
+FACTORS = jnp.asarray(_random.standard_normal((4, 150)), jnp.float32).at[0, ::9].set(0.0).at[1].multiply(-3.0)
+STRANGE = FACTORS.at[0, 5].set(jnp.nan).at[1, 70].set(-jnp.inf).at[0, 71].set(jnp.inf).at[1, 72].set(1e30)
 
 
 def every_plane(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -55,6 +58,7 @@ CASES: dict[str, tuple[Mod, int, dict[str, Any]]] = {
         256,
         {"key_value_seq_lengths": jnp.array([170, 31]), "query_seq_lengths": jnp.array([133, 97])},
     ),
+    "factors-of-queries": (lambda s, b, h, q, k: s * FACTORS[h, q] + SLOPES[h] * jnp.abs(q - k), 128, {}),
     "cap-and-cap": (lambda s, b, h, q, k: 3 * jnp.tanh(s / 3), 128, {"logits_soft_cap": 2.0, "is_causal": True}),
     "temperature-bias": (
         lambda s, b, h, q, k: s * (1 + SLOPES[h]),
@@ -154,6 +158,22 @@ def test_rows_past_the_end_of_a_full_tile(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+def test_factors_of_queries_keep_their_meaning(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN or an infinite factor reaches its own row alone. Rows have tiles without an edge."""
+    emulated_ops.emulate(monkeypatch, arch)
+    random = np.random.default_rng(2)
+    shapes = ((1, 150, N, 64), (1, 300, K, 64), (1, 300, K, 64))
+    arrays = [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+    spec, operands = canonicalize(*arrays, score_mod=lambda s, b, h, q, k: s * STRANGE[h, q] - SLOPES[h] * (k % 5))
+    found, lse = cuda.forward(spec, operands)
+    (wanted, wanted_lse), _ = reference(spec, operands, [*QKV], jnp.zeros_like(found))
+    rows = jnp.isnan(wanted).all((0, 3)).T
+    assert rows[0, 5] and rows[1, 70] and rows[0, 71] and rows.sum() == 3
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(wanted_lse), atol=1e-3, rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(found.astype(jnp.float32)), np.asarray(wanted), atol=2**-7 * 4)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_a_function_hides_pairs(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the second head see nothing, others see no key of the last tiles, which the kernels visit first."""
     bounds = jnp.array([30, -1])
@@ -184,12 +204,16 @@ CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
     "table": (lambda x: lambda s, b, h, q, k: s + x[k - q + T, h], TABLE[: T + S, :N]),
     "table-times-score": (lambda x: lambda s, b, h, q, k: s * (1 + 0.5 * jnp.tanh(x[k - q + T])), TABLE[: T + 200, 0]),
     "temperature-of-tokens": (lambda x: lambda s, b, h, q, k: s * x[b, q], 1 + 0.3 * ROWS[:, :T]),
+    "factor": (
+        lambda x: lambda s, b, h, q, k: s * x[h, q] - SLOPES[h] * (q - k) + 0.5 * jnp.tanh(s),
+        FACTORS[:N, :T],
+    ),
 }
 CALLS = [("slopes", "sm_90a", 64), ("slopes", "sm_80", 64), ("scalar", "sm_90a", 128)]
 CALLS += [("temperature-of-tokens", "sm_90a", 192), ("temperature-of-tokens", "sm_80", 64)]
-CALLS += [(name, arch, 64) for name in ("table", "table-times-score", "keys") for arch in ("sm_90a", "sm_80")]
+CALLS += [(name, arch, 64) for name in ("table", "table-times-score", "keys", "factor") for arch in ("sm_90a", "sm_80")]
 # These run at every commit.
-ALWAYS = [("slopes", "sm_80", 64), ("table", "sm_80", 64)]
+ALWAYS = [("slopes", "sm_80", 64), ("table", "sm_80", 64), ("factor", "sm_80", 64)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@
 
 A float is a Python float, a register, a `Line` or a `Scaled`; an integer a Python int, a register or an `Index`. The
 scores of a lane differ in known steps, so that a linear term is one FFMA with an immediate. A product waits until it is
-added to something, which is one FFMA too, or meets another factor that is the same for all scores.
+added to something, which is one FFMA too, or meets another factor: if both together are the same for all scores of a
+row or of a column, their product is one number of it.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +27,17 @@ class Scaled(NamedTuple):
     """A float `value * factor`.
 
     Attributes:
-        is_uniform: whether the factor is the same for all scores of a head.
+        depends: what the factor depends on, see `analysis.depends`; nothing if it is the same for all scores of a head.
     """
 
     value: Any
     factor: Any
-    is_uniform: bool
+    depends: frozenset[str] = frozenset()
+
+    def joins(self, depends: frozenset[str]) -> bool:
+        """Returns whether a product with another factor is a factor of all scores of a row, or of a column."""
+        both = self.depends | depends
+        return "score" not in both and len(both) < 2
 
 
 class Index(NamedTuple):
@@ -66,20 +72,24 @@ def register(dtype: str, x: Any) -> Any:
     return instructions.register(dtype, number(x))
 
 
-def multiply(x: Any, y: Any, *, is_uniform: bool) -> Any:
-    """Returns x y. `is_uniform` says whether y is a Python float, or the same for all scores of a head."""
+def multiply(x: Any, y: Any, depends: frozenset[str] = frozenset()) -> Any:
+    """Returns x y.
+
+    Args:
+        depends: what y depends on, as for `Scaled`; nothing if it is a Python float.
+    """
     if isinstance(x, float):
-        x, y, is_uniform = y, x, True
+        x, y, depends = y, x, frozenset()
     y = number(y)
     if isinstance(x, float):
         return x * y
     if isinstance(y, float) and y == 1.0:
         return x
-    if isinstance(x, Line) and is_uniform:
+    if isinstance(x, Line) and not depends:
         return Line(x.base * y, x.slope * y, x.step)
-    if isinstance(x, Scaled) and x.is_uniform and is_uniform:
-        return Scaled(x.value, x.factor * y, True)
-    return Scaled(number(x), y, is_uniform)
+    if isinstance(x, Scaled) and x.joins(depends):
+        return Scaled(x.value, x.factor * y, x.depends | depends)
+    return Scaled(number(x), y, depends)
 
 
 def add(x: Any, y: Any) -> Any:
@@ -99,4 +109,4 @@ def add(x: Any, y: Any) -> Any:
 
 def negative(x: Any) -> Any:
     """Returns -x."""
-    return multiply(x, -1.0, is_uniform=True)
+    return multiply(x, -1.0)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A score function as a feature: of any kind, or one that adds a term to the score."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,7 +87,7 @@ class _Program(Evaluated):
 
 def _score(x: Logit) -> Scaled:
     """Returns what a logit in base 2 is as a score."""
-    return Scaled(x.value, Float32(LN_2) if x.factor is None else x.factor * LN_2, True)
+    return Scaled(x.value, Float32(LN_2) if x.factor is None else x.factor * LN_2)
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,33 @@ class ScoreProgram(_Program):
             found, unit = self._bounded(self.values.times(value, LOG2_E, at, score)), None
         else:
             found, unit = self._bounded(self.values.value(value, at, score)), Float32(factor * LOG2_E)
+        return Logit(found, unit, self._slopes(x, at))
+
+    def _slopes(self, x: Logit, at: Element) -> tuple[Callable[[], Float32], ...]:
+        """Returns `Logit.slopes` of the new score."""
         if self.parts.slope_is_one:
-            return Logit(found, unit, x.slopes)
-        slope = self.parts.code.results[1]
-        return x.then(found, unit, lambda: register("f", self.values.value(slope, at, score)))
+            return x.slopes
+        slope, score = self.parts.code.results[1], _score(x)
+        return (*x.slopes, lambda: register("f", self.values.value(slope, at, score)))
 
     def unit(self) -> Float32:
         """Returns the last factor of the function, if it is known."""
         _, factor = self.parts.factored
         return Float32(1.0 if factor is None else factor * LOG2_E)
+
+
+@dataclass(frozen=True)
+class ShiftedProgram(ScoreProgram):
+    """Replaces a score by a function of it whose last factor is not known."""
+
+    def shifted(self, x: Logit, at: Element, less: Float32) -> Logit:
+        """Returns the logit of the new score in base 2, less a number."""
+        result = self.parts.code.results[0]
+        if self.bounds_logits:
+            logit = self.logit(x, at)
+            return logit._replace(value=logit.value - less)
+        found = Logit(register("f", self.values.less(result, at, _score(x), less)), None)
+        return found._replace(slopes=self._slopes(x, at))
 
 
 @dataclass(frozen=True)

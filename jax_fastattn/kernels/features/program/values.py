@@ -70,7 +70,20 @@ class Values:
             return add(x, y if op == "add" else negative(y))
         if op == "neg":
             return self.times(args[0], -factor, at, score)
-        return multiply(self.value(i, at, score), factor, is_uniform=True)
+        return multiply(self.value(i, at, score), factor)
+
+    def less(self, i: int, at: Element, score: Any, less: Float32) -> Any:
+        """Returns a float in base 2, less a number, which joins a term without the score, or a last product."""
+        op, *args = self._parts.code.instructions[i]
+        if op in ("add", "sub"):
+            of_score = ["score" in self._parts.depends[x] for x in args]
+            factors = LOG2_E, LOG2_E if op == "add" else -LOG2_E
+            x, y = (self.times(x, factor, at, score) for x, factor in zip(args, factors, strict=True))
+            if not all(of_score):
+                x, y = (x, y) if of_score[0] else (y, x)
+                return add(x, add(y, -less))
+            return add(add(x, y), -less)
+        return add(self.times(i, LOG2_E, at, score), -less)
 
     def _new(self, i: int, at: Any, score: Any) -> Any:
         code = self._parts.code
@@ -183,14 +196,14 @@ class Values:
         if op == "mul":
             if not depends[args[0]] and depends[args[1]]:
                 args, x, y = args[::-1], y, x
-            return multiply(x, y, is_uniform=not depends[args[1]])
+            return multiply(x, y, depends[args[1]])
         if op == "div":
             over = 1.0 / y if isinstance(y, float) and y != 0.0 else ptx.reciprocal(register("f", y))
-            return multiply(x, over, is_uniform=not depends[args[1]])
+            return multiply(x, over, depends[args[1]])
         if op == "exp":
-            return ptx.exp2(register("f", multiply(x, LOG2_E, is_uniform=True)))
+            return ptx.exp2(register("f", multiply(x, LOG2_E)))
         if op == "log":
-            return Scaled(ptx.log2(register("f", x)), LN_2, True)
+            return Scaled(ptx.log2(register("f", x)), LN_2)
         if op == "tanh":
             rough = not self._parts.exact and "score" in depends[args[0]]
             return ptx.tanh(register("f", x)) if rough else functions.tanh(register("f", x))
