@@ -39,7 +39,6 @@ MIN_SPLIT_KEYS = 128
 
 # Keys may be split for up to this many rows, queries times query heads of a group; for more see `_most_split_rows`.
 MAX_SPLIT_ROWS = 64
-
 # This many SMs stream as much as the whole GPU: an H100 has 3 TB/s, one of its SMs 75 GB/s.
 _STREAMING_SMS = 40
 
@@ -352,7 +351,7 @@ def kernel_spec(
     row_bits = predicated and op == "decode"
     in_terms = op == "tangent" or takes_terms(problem, dbias=dbias)
     products = products_of(problem.dtype, spec.precision, takes_terms=in_terms)
-    assert products is not None, "`unsupported_reasons` admits no other dtype and precision"
+    assert products is not None, "`unsupported_reasons` admits nothing else"
     is_split_forward = op == "forward" and not sm90.split_obstacle(problem.head_dim, problem.v_head_dim)
     family = "sm90" if arch == "sm_90a" and (products != "bf16x3" or is_split_forward) else "sm80"
     bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
@@ -396,6 +395,6 @@ def kernel_spec(
         key = replace(key, features=(*key.features, *codes.edge_function(spec.mask_mod, problem.planes)))
     if op != "backward" or not key.config.adds_dq:
         return key
-    one_sided_window = key.bounds_kind.one_sided_window
-    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided_window)
+    one_sided = key.bounds_kind.one_sided_window
+    ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided)
     return configured(replace(key, ordered=ordered), short=short)
