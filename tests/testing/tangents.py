@@ -37,10 +37,11 @@ def draw(operands: Operands) -> Moved:
 
 def hidden(spec: AttentionSpec, operands: Operands, moved: Moved) -> tuple[Operands, Moved]:
     """Returns operands and tangents with NaN and infinities in everything that no result depends on."""
+    of_rows = {name: moved[name] for name in QKV}
     poisoned, moving = (
-        poison(spec, x, jnp.zeros_like(operands.query))[0] for x in (operands, operands._replace(**moved))
+        poison(spec, x, jnp.zeros_like(operands.query))[0] for x in (operands, operands._replace(**of_rows))
     )
-    return poisoned, {name: getattr(moving, name) for name in moved}
+    return poisoned, moved | {name: getattr(moving, name) for name in QKV}
 
 
 def assert_within_budget(found: Any, spec: AttentionSpec, operands: Operands, moved: Moved) -> None:
