@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import mask_functions
+import turns
 
 from jax_fastattn import attention
 
@@ -27,13 +29,23 @@ def test_a_record_has_times_and_shares(tmp_path: Path, monkeypatch: pytest.Monke
     cases = {name: dataclasses.replace(mask_functions.CASES[name], **TINY) for name in ("documents", "prefix")}
     monkeypatch.setattr(mask_functions, "CASES", cases)
     output = tmp_path / "record.json"
-    mask_functions.main(["--rounds", "1", "--measurement-ms", "0.1", "--output", str(output), "--commit", "0" * 40])
+    quick = ["--rounds", "1", "--measurement-ms", "0.1", "--commit", "0" * 40]
+    mask_functions.main(["--no-peers", "--output", str(output), *quick])
     found = json.loads(output.read_text())["cases"]
     modes = [f"{kind} {mode}" for kind in ("mask_mod", "kept") for mode in ("forward", "backward", "both")]
-    assert {*found["prefix"]["ms"]} == {*modes, "lists"} and not found["prefix"]["shares"]
+    assert {*found["prefix"]["ms"]} == {*modes, "kept lists"} and not found["prefix"]["shares"]
     shares, ms = found["documents"]["shares"], found["documents"]["ms"]
     assert {*shares} == {f"{name} of flag" for name in modes}
     assert shares["kept backward of flag"] == pytest.approx(ms["flag backward"] / ms["kept backward"])
+
+
+def test_an_error_of_ours_is_raised() -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("no program")
+
+    assert turns.programs_of({"fa4": fail}, mask_functions.PEERS) == ({}, {"fa4": "RuntimeError: no program"})
+    with pytest.raises(RuntimeError, match="no program"):
+        turns.programs_of({"kept": fail}, mask_functions.PEERS)
 
 
 @pytest.mark.parametrize("name", [name for name, case in mask_functions.CASES.items() if case.flag is not None])
