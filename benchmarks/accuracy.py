@@ -85,6 +85,7 @@ DRAWS = {f"spread-{spread:g}": Draw(spread=spread) for spread in (1, 3, 11, 30, 
 DRAWS |= {"outlier-channel": Draw(has_outliers=True)}
 DRAWS |= {f"length-{length}": Draw(_at(length)) for length in (128, 4096)}
 DRAWS |= {f"head-dim-{head_dim}": Draw(_at(head_dim=head_dim)) for head_dim in (64, 256)}
+DRAWS |= {f"head-dim-64-spread-{spread}": Draw(_at(head_dim=64), spread) for spread in (3, 11)}
 DRAWS |= {"causal": Draw(_at(is_causal=True)), "float16": Draw(_at(dtype="float16"))}
 # JAX's settings for products of float32 that differ on a GPU; "high" and "tensorfloat32" are others of the default.
 SETTINGS = ("default", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32_X3", "highest")
