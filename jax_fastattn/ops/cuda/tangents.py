@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.layouts.packed_aligned import Order
 from jax_fastattn.layouts.packed_masks import RowsCall, is_row_masked
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.passes import cut_head_dim, for_kernels, pad_head_dim, scaled
@@ -61,7 +61,7 @@ def _by_rows(
     if order is None:
         return tangent(call.spec, call.operands, out, lse, moved, kernel)
     moves = {name: x for name, x in moved.items() if name in QKV}
-    aligned = Order.of(call.packed._replace(**moves)).operands()
+    aligned = replace(order, given=call.packed._replace(**moves)).operands()
     moved = {**moved, **{name: getattr(aligned, name) for name in moves}}
     dout, dlse = tangent(call.spec, call.operands, order.rows(out), order.rows(lse, -jnp.inf), moved, kernel)
     return order.results(dout), order.results(dlse)
