@@ -56,7 +56,7 @@ def tangent(
 def _by_rows(
     call: RowsCall, out: jax.Array, lse: jax.Array, moved: Mapping[str, jax.Array], kernel: KernelSpec | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tangents of packed sequences by those of a call without sequences."""
+    """Computes the tangents of packed sequences by a call without sequences."""
     order = call.order
     if order is None:
         return tangent(call.spec, call.operands, out, lse, moved, kernel)
@@ -68,7 +68,7 @@ def _by_rows(
 
 
 def _of_products(operands: Operands, moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the tangents of query, key and value as kernels take them: a scale operand is part of the query."""
+    """Returns the tangents of query, key and value as kernels take them, with the tangent of a scale in the query's."""
     found = {name: moved[name] for name in QKV if name in moved}
     if "query" in found:
         found["query"] = scaled(found["query"], operands)
@@ -89,7 +89,7 @@ def _with_sinks(
     dlse: jax.Array,
     sinks_tangent: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds what the tangent of sinks moves: dlse by the weight of the sink times it, and the output against dlse."""
+    """Adds the weight of a sink times its tangent to dlse, and subtracts the output times this product from dout."""
     if sinks_tangent is None or operands.sinks is None:
         return dout, dlse
     is_padding = lse == -jnp.inf
