@@ -1,17 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared memories of kernels with resident operands have in common. Pure Python, no import of the DSL."""
+"""What the shared memories of kernels with resident operands have in common. Pure Python, no import of the DSL.
+
+`QueryConfig` and `QueryMemory` describe the kernels of dq alone and of tangents: a CTA holds 128 query rows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
-from jax_fastattn.kernels.device.regions import Row, SharedTable
-from jax_fastattn.kernels.sm90.geometry import SHARED_MEMORY
+from jax_fastattn.kernels.device.regions import Barriers, Region, Row, SharedTable
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm90.geometry import (
+    SHARED_MEMORY,
+    TILE_ALIGNMENT,
+    WARPGROUP_ROWS,
+    TwoConsumers,
+    padded_head_dim,
+)
+from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 Config = TypeVar("Config")
+QueryConfigT = TypeVar("QueryConfigT", bound="QueryConfig")
 
 
 @dataclass(frozen=True)
@@ -53,3 +65,57 @@ class OperandMemory(Generic[Config]):
     def fits(self) -> bool:
         """Returns whether a CTA fits an SM."""
         return self.nbytes <= SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class QueryConfig(TwoConsumers):
+    """Describes a variant of a kernel with 128 query rows a CTA: two consumer warpgroups of 64 rows each.
+
+    Attributes:
+        keys: keys of a tile, a multiple of 16.
+        stages: tiles in the ring.
+    """
+
+    keys: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Returns how many query rows a CTA has."""
+        return 2 * WARPGROUP_ROWS
+
+    @property
+    def prepass(self) -> PrepassConfig:
+        """Returns the tiles of the prepass for the lists of the kernel."""
+        return PrepassConfig(self.rows, self.keys)
+
+
+@dataclass(frozen=True)
+class QueryMemory(OperandMemory[QueryConfigT], Generic[QueryConfigT]):
+    """Lays out shared memory of a CTA that holds its queries and a ring of tiles of keys."""
+
+    @classmethod
+    def of(cls, spec: KernelSpec, config: QueryConfigT) -> Self:
+        """Returns the layout of a compile key."""
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+
+    @property
+    def box_rows(self) -> tuple[int, int]:
+        """Returns the rows of a TMA box of queries, and of a box of keys."""
+        return WARPGROUP_ROWS, self.config.keys
+
+    @property
+    def bias_box(self) -> None:
+        """Returns None: there are no stages for a bias of pairs."""
+        return None
+
+    @property
+    def ring_rows(self) -> tuple[Row, ...]:
+        """Returns the ring, a stage of which holds a tile of any operand of keys, and barriers of it and of Q."""
+        config, columns = self.config, max(self.head_dim, self.v_head_dim)
+        return (
+            Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
+            Barriers("ring_full", config.stages, arrive_count=1),
+            Barriers("ring_empty", config.stages, arrive_count=config.consumer_threads // 32),
+            Barriers("query_full", 2, arrive_count=1),
+        )

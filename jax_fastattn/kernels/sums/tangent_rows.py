@@ -10,8 +10,8 @@ number of the row:
 
 The saved log-sum-exp is rounded, so weights of a row add up to nearly 1: hence `total`. Output and log-sum-exp do not
 depend on c in exact arithmetic. But `out` is rounded, and where all logits of a row move alike, dout is a small
-difference of large products. So c is the mean of ds over the keys of the first tile that the row sees some key of. A
-soft cap has no c.
+difference of large products. So c is the mean of ds over the keys of the first tile in which the row sees a key. With a
+soft cap, c is 0.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ ROWS = 2
 
 
 class RowPlace(NamedTuple):
-    """Where a lane's rows lie.
+    """Says where a lane's rows lie.
 
     Attributes:
         queries: the rows of the sequence.
@@ -65,12 +65,12 @@ class RowPlace(NamedTuple):
         return Boolean(self.row + 8 * i < self.queries.length)
 
     def is_inside(self, i: int) -> Boolean:
-        """Returns whether a row is no padding."""
+        """Returns whether a row is not padding."""
         return Boolean(self.row + 8 * i < self.query_end)
 
 
 class RowEnd(NamedTuple):
-    """What becomes of a row.
+    """Says how the sums of a row become its tangents.
 
     Attributes:
         live: whether it sees a key.
@@ -87,7 +87,7 @@ class RowEnd(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TangentRows:
-    """The rows of a lane.
+    """Holds the rows of a lane.
 
     Attributes:
         place: where they lie.
@@ -161,7 +161,7 @@ class TangentRows:
             products: P, and the tangents of S.
             weights: what `weigh` returned.
             scale: the factor on products.
-            edge: what an edge tile hides; its tangents may be no numbers.
+            edge: what an edge tile hides; tangents of hidden scores may be NaN.
         """
         scores, moves = products
         if weights is None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 from jax_fastattn import ffi
 from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.layouts.packed_aligned import Order
 from jax_fastattn.layouts.packed_masks import RowsCall, is_row_masked
 from jax_fastattn.ops.cuda.launch_plan import LaunchPlan, launched_problem
 from jax_fastattn.ops.cuda.passes import cut_head_dim, for_kernels, pad_head_dim, scaled
@@ -56,19 +56,19 @@ def tangent(
 def _by_rows(
     call: RowsCall, out: jax.Array, lse: jax.Array, moved: Mapping[str, jax.Array], kernel: KernelSpec | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the tangents of packed sequences by those of a call without sequences."""
+    """Computes the tangents of packed sequences by a call without sequences."""
     order = call.order
     if order is None:
         return tangent(call.spec, call.operands, out, lse, moved, kernel)
     moves = {name: x for name, x in moved.items() if name in QKV}
-    aligned = Order.of(call.packed._replace(**moves)).operands()
+    aligned = replace(order, given=call.packed._replace(**moves)).operands()
     moved = {**moved, **{name: getattr(aligned, name) for name in moves}}
     dout, dlse = tangent(call.spec, call.operands, order.rows(out), order.rows(lse, -jnp.inf), moved, kernel)
     return order.results(dout), order.results(dlse)
 
 
 def _of_products(operands: Operands, moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the tangents of query, key and value as kernels take them: a scale operand is part of the query."""
+    """Returns the tangents of query, key and value as kernels take them, with the tangent of a scale in the query's."""
     found = {name: moved[name] for name in QKV if name in moved}
     if "query" in found:
         found["query"] = scaled(found["query"], operands)
@@ -89,7 +89,7 @@ def _with_sinks(
     dlse: jax.Array,
     sinks_tangent: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds what the tangent of sinks moves: dlse by the weight of the sink times it, and the output against dlse."""
+    """Adds the weight of a sink times its tangent to dlse, and subtracts the output times this product from dout."""
     if sinks_tangent is None or operands.sinks is None:
         return dout, dlse
     is_padding = lse == -jnp.inf

@@ -15,7 +15,7 @@ from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 @dataclass(frozen=True)
 class TangentConfig:
-    """Tiling of the kernel: each warp has 16 query rows.
+    """Describes the tiling of the kernel: each warp has 16 query rows.
 
     Attributes:
         warps: warps of a CTA.
@@ -29,27 +29,27 @@ class TangentConfig:
 
     @property
     def rows(self) -> int:
-        """Query rows of a CTA."""
+        """Returns how many query rows a CTA has."""
         return 16 * self.warps
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Returns how many threads a CTA has."""
         return 32 * self.warps
 
     @property
     def slot_rows(self) -> tuple[int, int]:
-        """Queries and keys of the slots of packed sequences, see `tiles/records.py`."""
+        """Returns queries and keys of the slots of packed sequences, see `tiles/records.py`."""
         return self.rows, self.keys
 
     @property
     def prepass(self) -> PrepassConfig:
-        """The tiles of the prepass for its lists."""
+        """Returns the tiles of the prepass for the lists of the kernel."""
         return PrepassConfig(self.rows, self.keys)
 
     @property
     def tiles(self) -> str:
-        """Query rows x keys of its tiles, in words."""
+        """Returns query rows x keys of its tiles, in words."""
         return f"tangent {self.rows}x{self.keys}"
 
     def shared_memory(self, columns: int, v_columns: int) -> int:

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tangents of output and log-sum-exp with mma.sync and cp.async: one CTA per (query tile, query head, batch entry).
 
-A warp owns 16 query rows. With a dash for the tangent of an operand, it computes for each tile of keys
+A warp owns 16 query rows. With a prime for the tangent of an operand, it computes for each tile of keys
 
     S = Q K^T    S' = Q' K^T + Q K'^T    P = 2^(S - lse)    W = P (S' - c)    O' += W V + P V'
 
 from the saved log-sum-exp, so that there is no maximum and nothing is rescaled. `sums/tangent_rows.py` has the sums of
-rows and what becomes of O'. Products with an operand that does not move are left out. Key tiles are visited as in
-`forward/kernel.py`, and what hidden keys and values hold is treated as there:
+rows and what becomes of O'. Products with an operand that does not move are left out. The kernel visits key tiles, and
+keeps hidden keys and values out, as `forward/kernel.py` does:
 
     wait for K, K'    load V, V'    S, S'    load the next K, K'    P, W    wait for V, V'    O'
 """
@@ -47,7 +47,7 @@ QUERY, KEY, VALUE = "query", "key", "value"
 
 @dataclass(frozen=True)
 class TangentTile:
-    """A CTA's tile of queries, as one of its threads sees it.
+    """Describes a CTA's tile of queries, and the part of one thread in it.
 
     Attributes:
         at: which thread this is, and which queries the tile has.
@@ -78,7 +78,7 @@ class TangentTile:
 
 
 class TangentKernel:
-    """The kernel of one compile key."""
+    """Launches the kernel of one compile key."""
 
     def __init__(self, spec: KernelSpec):
         stages.refuse(spec.features, "the portable kernel of tangents")
@@ -149,7 +149,7 @@ class TangentKernel:
             row=at.row + at.warp * 16 + row,
             quad_lane=at.lane % 4,
         )
-        # Stores are of 32 columns.
+        # A store takes 32 columns.
         out = cute.make_rmem_tensor((padded(spec.v_head_dim, 32) // 2,), Float32)
         out.fill(0.0)
         return TangentTile(
@@ -240,7 +240,7 @@ class TangentKernel:
         return ScoreTile(tile.rows.place.row, tile.visit.tile(index), self.config.keys, tile.column, self.score_blocks)
 
     def _edge(self, tile: TangentTile, index: Int32, place: ScoreTile) -> Edge:
-        """Returns what is hidden in an edge tile; bits are on their way when its products are issued."""
+        """Returns what is hidden in an edge tile; loads of its bits begin before its products."""
         if tile.bits is not None:
             words = tile.bits.fragment(tile.visit.tile(index), tile.at.warp, tile.at.lane)
             return tile.score.edges(Bits([words]).rows())

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer warpgroup of the kernel of tangents: both tangents of 64 queries.
 
-The warpgroups never wait for each other. In a tile, products run under what threads compute:
+The warpgroups never wait for each other. In a tile, products run concurrently with the arithmetic of threads:
 
     threads             P of S                     W of S'
     products    S  |  S' = Q' K^T + Q K'^T  |  O' += P V'  |  O' += W V
@@ -125,7 +125,7 @@ class TangentConsumer:
         self.rows.store(self.score, work.score_head, self.products.out)
 
     def _pass_by(self, count: Int32) -> None:
-        """Lets tiles go by that only the other warpgroup sees."""
+        """Releases tiles that only the other warpgroup sees."""
         loads = len(tile_loads(self.spec))
         wgmma.loop(loads * count, lambda _: self.ring.consumer_release(self.ring.consumer_wait()))
 

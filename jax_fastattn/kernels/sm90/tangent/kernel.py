@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tangents of output and log-sum-exp with TMA and WGMMA: one CTA per (query tile, query head, batch entry).
 
-With a dash for the tangent of an operand, it computes for each tile of keys
+With a prime for the tangent of an operand, it computes for each tile of keys
 
     S = Q K^T    S' = Q' K^T + Q K'^T    P = 2^(S - lse)    W = P (S' - c)    O' += W V + P V'
 

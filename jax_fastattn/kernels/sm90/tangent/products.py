@@ -30,7 +30,7 @@ class TangentProducts:
     """Emits the products of one warpgroup.
 
     Attributes:
-        words: what W and P become.
+        words: convert W and P to the dtype of products.
         score_mma: S and its tangent, both factors from shared memory.
         fragment_mma: the same with the left factor in registers.
         queries: descriptors of this warpgroup's Q, and of its tangent.
@@ -81,7 +81,7 @@ class TangentProducts:
         )
 
     def load_query(self, count: int, group: Int32, thread: Int32) -> LoadedQuery:
-        """Loads the first fragments of Q, when Q is there; `thread` is the index of this thread in the warpgroup."""
+        """Loads the first fragments of Q, once Q is there; `thread` is the index of this thread in the warpgroup."""
         return LoadedQuery(wgmma.load_a(self.fragment_mma, self.shared_query, group, count, thread), count)
 
     def start_scores(self, query: LoadedQuery, stage: Int32) -> None:
