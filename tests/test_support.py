@@ -9,6 +9,8 @@ import itertools
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import pytest
 from generators.support_table import support_table
 from testing.borrow import borrow
@@ -17,6 +19,7 @@ from testing.cases.gpu import GPU_CASES
 from testing.cases.masked import MASKED
 from testing.combinations import BIASES
 
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.cases.kernels import kernel_specs
@@ -42,6 +45,7 @@ from jax_fastattn.kernels.support import (
     unsupported_reasons,
 )
 from jax_fastattn.limits import UNBOUNDED
+from jax_fastattn.spec import Problem
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BASE = Case(dtype="bfloat16", group=2)
@@ -359,16 +363,42 @@ def test_ctas_add_in_one_order_to_short_packed_sequences(deterministic: bool) ->
 
 
 @pytest.mark.parametrize(("features", "longest"), [
-    ({"segments": 3}, UNBOUNDED),
-    ({"segments": 3, "mask": "ts"}, UNBOUNDED),
+    ({"segments": 3, "group": 2}, UNBOUNDED),
+    ({"segments": 3, "group": 2, "mask": "ts"}, UNBOUNDED),
+    ({"segments": 3, "group": 1}, 1024),
     ({"mask": "ts"}, 1024),
 ])  # fmt: skip
 def test_ctas_add_in_one_order_to_documents(features: dict[str, Any], longest: int) -> None:
-    """Segment ids tell documents apart, which count as short; what a mask hides is not known."""
+    """Segment ids tell documents apart, which count as short for groups of heads; what a mask hides is not known."""
     for length in (1024, 1025, 1 << 16):
         case = dataclasses.replace(BASE, query_length=length, key_length=length, **features)
         assert kernel_spec(case.problem(), "backward", "sm_90a").ordered == (length <= longest)
         assert not kernel_spec(case.problem(), "backward", "sm_80").ordered
+
+
+_IDS = jnp.zeros((1, 2049), jnp.int32)
+
+
+@pytest.mark.parametrize(("mod", "ordered"), [
+    (lambda b, h, q, k: (_IDS[b, q] == _IDS[b, k]) & (q >= k), True),
+    (lambda b, h, q, k: (q >= k) & ((q // 512 == k // 512) & (q - k < 100)), True),
+    (lambda b, h, q, k: (_IDS[b, q] == _IDS[b, k]) | (q >= k), False),
+    (lambda b, h, q, k: (_IDS[b, q] == 1) & (q >= k), False),
+    (lambda b, h, q, k: ((q - k) % 4 == 0) & (q >= k), False),
+    (lambda b, h, q, k: q >= k, False),
+])  # fmt: skip
+def test_functions_that_compare_numbers_count_as_documents(mod: Any, ordered: bool) -> None:
+    """They add in the order of segment ids, for groups of heads."""
+    for group in (1, 2):
+        found = []
+
+        def call(query: jax.Array, key: jax.Array, found: list[KernelSpec] = found) -> jax.Array:
+            problem = Problem.of(*canonicalize(query, key, key, mask_mod=mod))
+            found.append(kernel_spec(problem, "backward", "sm_90a"))
+            return query
+
+        jax.eval_shape(call, *(jax.ShapeDtypeStruct((1, 2049, heads, 128), jnp.bfloat16) for heads in (4, 4 // group)))
+        assert found[0].ordered == (ordered and group > 1)
 
 
 def test_a_long_mask_with_is_causal_counts_as_documents() -> None:

@@ -64,13 +64,10 @@ def adds_in_order(problem: Problem, *, one_sided_window: bool) -> bool:
     """Returns whether CTAs add to sums of dq in one order: for the same bits in every run, or because it is faster.
 
     It saves zeros and many additions. It is faster if what the heads in flight read stays in L2 from one tile of keys
-    to the next, which needs short heads; and if CTAs that begin together wait for each other less than that saves,
-    which needs many tiles of keys for each SM, or later keys that fewer queries see. Of packed sequences only the mean
-    length is known. Documents that segment ids tell apart count as short, since nothing is known of them; so do
-    documents of a long mask that comes with `is_causal`, since it hides more than later keys.
-
-    Args:
-        one_sided_window: see `BoundsKind.one_sided_window`.
+    to the next, which needs short heads; and if CTAs that begin together wait for each other less than that saves: with
+    many tiles of keys for each SM, or later keys that fewer queries see. Packed sequences have a known mean length.
+    Documents of ids or a `mask_mod` count as short if query heads come in groups, which wait less. So do documents of a
+    long mask that comes with `is_causal`, since it hides more than later keys. `one_sided_window` is of `BoundsKind`.
     """
     if problem.spec.deterministic:
         return True
@@ -95,11 +92,12 @@ def _ordered_length(problem: Problem) -> int:
 
 
 def _tells_documents_apart(problem: Problem) -> bool:
-    """Returns whether ids tell documents apart, or a mask probably does."""
-    mask, causal = problem.mask_shape, problem.spec.bounds == (None, 0)
-    masks_pairs = mask is not None and 1 not in mask[2:]
+    """Returns whether ids or a function tell documents apart of heads in groups, or a mask probably does."""
+    spec, mask = problem.spec, problem.mask_shape
+    if "query_segment_ids" in spec.present or codes.tells_documents_apart(spec.mask_mod):
+        return problem.group > 1
     long = max(problem.query_length, problem.key_length) > SHORT_LENGTH
-    return "query_segment_ids" in problem.spec.present or (masks_pairs and causal and long)
+    return mask is not None and 1 not in mask[2:] and spec.bounds == (None, 0) and long
 
 
 def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:

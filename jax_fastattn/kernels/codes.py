@@ -145,6 +145,11 @@ def evaluates_edges(program: object) -> bool:
     return all(op in (_EXACT_OPS if dtype == "f" else SCORE_OPS) for (op, *_), dtype in found)
 
 
+def tells_documents_apart(program: object) -> bool:
+    """Returns whether a mask function hides all pairs whose query and key differ in a number of each."""
+    return isinstance(program, Program) and analysis.needs_equal_numbers(program)
+
+
 def edge_function(program: object, shapes: tuple[tuple[str, int, int], ...]) -> tuple[Code, ...]:
     """Returns the feature that evaluates a mask function in edge tiles of lists, see `evaluates_edges`.
 

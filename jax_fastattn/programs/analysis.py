@@ -71,6 +71,18 @@ def reads_positions(code: Code) -> bool:
     return found or any(plane.kind == "distance" for plane in code.planes)
 
 
+def needs_equal_numbers(code: Code) -> bool:
+    """Returns whether a mask function holds only where a number of the query equals one of the key, such as an id."""
+    of, ahead, sides = depends(code), [code.results[0]], ({"query"}, {"key"})
+    while ahead:
+        op, *operands = code.instructions[ahead.pop()]
+        if op == "and":
+            ahead += operands
+        elif op == "eq" and all(side in map(set, (of[x] for x in operands)) for side in sides):
+            return True
+    return False
+
+
 def is_inexact(code: Code) -> bool:
     """Returns whether a mask function has instructions whose last digits depend on who computes them."""
     return any(op in INEXACT for op, *_ in code.instructions)
