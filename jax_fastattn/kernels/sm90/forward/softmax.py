@@ -30,9 +30,8 @@ from jax_fastattn.kernels.weights import Weights
 # the sums have to fit float32.
 _SUM_LIMITS = {"bfloat16": 2.0**24, "float16": 2.0**14}
 
-# Over head dim 64 it is also at most so many times what the lane has of the row so far, or 1: else one of the weights
-# may be most of the row. Rounding a weight that is no power of two would then change the output as much as rounding the
-# output does.
+# It is also at most so many times what the lane has of the row so far, or 1: else one of the weights may be most of the
+# row. Rounding a weight that is no power of two would then change the output as much as rounding the output does.
 _GROWTH = 4.0
 
 # P below it can be rescaled by a normal number.
@@ -309,12 +308,8 @@ class OnlineSoftmax:
 
     @property
     def _limits_growth(self) -> bool:
-        """Whether `_GROWTH` is a limit, too.
-
-        At head dim 64 it would take up to 3.5 % of the time, and next to dropout spill 32 bytes.
-        """
-        spec, memory = self.call.spec, self.call.memory
-        return spec.products == "native" and not spec.drops and max(memory.head_dim, memory.v_head_dim) > 64
+        """Whether `_GROWTH` is a limit, too. Next to dropout it would spill 32 bytes at head dim 64."""
+        return self.call.spec.products == "native" and not self.call.spec.drops
 
     @property
     def _blocks(self) -> tuple[int, int]:
