@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
+from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
@@ -118,22 +119,23 @@ class DbiasLoader:
                 bias_phase[0] = bias_phase[0] ^ 1
                 bias_here[0] = Int32(1)
 
-            def load(index: Int32, kind: Int32, told: list[Int32]) -> None:
+            def load(index: Int32, kind: Int32, *told: Int32) -> None:
                 item = tile.item(index)
                 cutlass.if_generate(bias_here[0] == 0, load_bias)
                 nbytes = 2 * self.shared.memory.stats_nbytes
                 items.put((kind, *tile.names(item), *told), nbytes, self._stats_copy(item))
                 self._load_operands(ring, item)
 
-            def visit(first: Int32, looks: tuple[Int32, ...], i: Int32) -> None:
-                kind, *told = (cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, i)) for x in looks)
-                cutlass.if_generate(kind != HIDDEN, lambda: load(first + i, kind, told))
-
             def visit_some(i: Int32) -> None:
                 # Each lane looks at one item for the others.
                 first = tile.begin + 32 * i
-                looks = self._look(tile, first + (ptx.thread_index() & 31))
-                wgmma.loop(Int32(cutlass.min(tile.end - first, 32)), lambda i: visit(first, looks, i))
+                index = first + (ptx.thread_index() & 31)
+                looks = self._look(tile, index)
+                bits = cute.arch.vote_ballot_sync(Boolean(Boolean(index < tile.end) & Boolean(looks[0] != HIDDEN)))
+                with while_generate([cute.arch.make_warp_uniform(bits)], lambda left: Boolean(left != 0)) as (left,):
+                    lane = cute.arch.popc((left & -left) - 1)
+                    load(first + lane, *(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, lane)) for x in looks))
+                    yield_out([left & (left - 1)])
 
             wgmma.loop((tile.end - tile.begin + 31) // 32, visit_some)
             items.put((Int32(LAST),))
