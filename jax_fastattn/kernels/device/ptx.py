@@ -22,11 +22,23 @@ _RETURN = {"f": (T.f32, Float32), "r": (T.i32, Int32), "l": (T.i64, Int64)}
 
 
 def _asm(
-    text: str, results: str, inputs: str, values: list[Any], side_effects: bool = False, loc: Any = None, ip: Any = None
+    text: str,
+    results: str,
+    inputs: str,
+    values: list[Any],
+    side_effects: bool = False,
+    loc: Any = None,
+    ip: Any = None,
+    *,
+    early: bool = False,
 ) -> Any:
-    """Emits inline assembly; `results` and `inputs` have one constraint letter (f, r, l) per value."""
+    """Emits inline assembly; `results` and `inputs` have one constraint letter (f, r, l) per value.
+
+    If `early` is set, results may be written before all inputs have been read.
+    """
     types = [_RETURN[letter][0]() for letter in results]
-    constraints = ",".join([f"={letter}" for letter in results] + list(inputs))
+    writes = "=&" if early else "="
+    constraints = ",".join([f"{writes}{letter}" for letter in results] + list(inputs))
     struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     out = llvm.inline_asm(
         struct,
@@ -68,6 +80,40 @@ def mma(
     places = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {places};"
     return _asm(text, "ffff", "rrrrrrffff", [*a, *b, *[Float32(x) for x in c]], False, loc, ip)
+
+
+@dsl_user_op
+def mma_steps(
+    steps: list[tuple[Int32, Int32]], blocks: int, block_bytes: int, dtype: str, *, loc: Any = None, ip: Any = None
+) -> list[Float32]:
+    """Returns the lane's `8 blocks` numbers of A B, a product of 16 rows and `16 blocks` columns of one warp.
+
+    It is one operation, for code that rarely runs. If each instruction were an operation, they would be a tenth of what
+    is compiled.
+
+    Args:
+        steps: for each 16 of k, the addresses that the lane passes to ldmatrix for A and for the first 16 columns of B.
+        blocks: blocks of 16 columns.
+        block_bytes: the distance of two blocks in bytes.
+        dtype: "bf16" or "f16".
+    """
+    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+    multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+    count = 8 * blocks
+    lines = ["{", ".reg .b32 a<4>;", ".reg .b32 b<4>;", ".reg .f32 zero;", "mov.f32 zero, 0f00000000;"]
+    for step in range(len(steps)):
+        a, b = count + 2 * step, count + 2 * step + 1
+        lines.append(f"{load} {{a0, a1, a2, a3}}, [${a}];")
+        for block in range(blocks):
+            # The fence keeps the compiler from loading many fragments first: the main loop has no registers to spare.
+            lines.append("fence.acq_rel.cta;")
+            lines.append(f"{load} {{b0, b1, b2, b3}}, [${b}+{block * block_bytes}];")
+            for half in range(2):
+                out = ", ".join(f"${8 * block + 4 * half + e}" for e in range(4))
+                c = out if step else "zero, zero, zero, zero"
+                lines.append(f"{multiply} {{{out}}}, {{a0, a1, a2, a3}}, {{b{2 * half}, b{2 * half + 1}}}, {{{c}}};")
+    values = [Int32(address) for step in steps for address in step]
+    return _asm("\n".join([*lines, "}"]), "f" * count, "r" * len(values), values, True, loc, ip, early=True)
 
 
 @dsl_user_op

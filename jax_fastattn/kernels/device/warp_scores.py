@@ -56,26 +56,18 @@ def warp_scores(
         head_dim: padded head dim, a multiple of 32.
         mma_dtype: "bf16" or "f16".
     """
-    scores.fill(0.0)
-    # Each access to a register tensor is two operations to compile, so only the last step stores to it.
-    sums = [scores[i] for i in range(keys // 2)]
     a_row, a_column = plain_lane(lane)
     b_row, b_column = crossed_lane(lane)
-
     # It is unrolled: for accumulators that a loop carries ptxas found no place next to the main loop's accumulators.
-    steps = [(*pair, k) for pair in tiles for k in range(head_dim // 16)]
-    for i, (query, key, k) in enumerate(steps):
-        a = ptx.ldmatrix(query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim))
-        first = key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim)
-        for block in range(keys // 16):
-            # The fence keeps the compiler from loading many fragments first: the main loop has no registers to spare.
-            cute.arch.fence_acq_rel_cta()
-            # The swizzle repeats every 8 rows.
-            b = ptx.ldmatrix(first + block * (16 * 2 * wgmma.atom_columns(head_dim)))
-            for half in range(2):
-                index = (2 * block + half) * 4
-                c = sums[index : index + 4]
-                sums[index : index + 4] = ptx.mma(a, b[2 * half : 2 * half + 2], c, dtype=mma_dtype)
-                if i == len(steps) - 1:
-                    for e in range(4):
-                        scores[index + e] = sums[index + e]
+    steps = [
+        (
+            query + swizzled_offset(warp * 16 + a_row, k, a_column // 8, 64, head_dim),
+            key + swizzled_offset(b_row, k, b_column // 8, keys, head_dim),
+        )
+        for query, key in tiles
+        for k in range(head_dim // 16)
+    ]
+    # The swizzle repeats every 8 rows.
+    found = ptx.mma_steps(steps, keys // 16, 16 * 2 * wgmma.atom_columns(head_dim), mma_dtype)
+    for i, x in enumerate(found):
+        scores[i] = x

@@ -138,7 +138,8 @@ class ForwardProducts:
         """Multiplies the two rows of O of a lane by their factors, if a row of the warp has a larger maximum now."""
 
         def rescale() -> None:
+            of_rows = [factors[i] for i in range(2)]
             for i in range(self.call.memory.v_head_dim // 2):
-                self.out[i] = self.out[i] * factors[i // 2 % 2]
+                self.out[i] = self.out[i] * of_rows[i // 2 % 2]
 
         cutlass.if_generate(grown, rescale)

@@ -284,8 +284,9 @@ class OnlineSoftmax:
             new = old + ptx.log2(ptx.maximum(greatest, Float32(1.0))) * ptx.reciprocal(unit)
             self.maxima[i], self.factors[i] = new, ptx.exp2((old - new) * unit)
             self.sums[i] = (self.sums[i] + sums[i]) * self.factors[i]
+        factors = [self.factors[i] for i in range(2)]
         for i in range(cute.size(scores)):
-            scores[i] = scores[i] * self.factors[accumulator_row(0, i % 4)]
+            scores[i] = scores[i] * factors[accumulator_row(0, i % 4)]
 
     def _recompute(self, stage: Int32, weights: Weights) -> None:
         """Repeats the softmax of a full tile as usual: the scores are gone, the tiles still in shared memory."""
