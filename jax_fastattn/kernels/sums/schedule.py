@@ -231,18 +231,22 @@ class DiagonalTiles:
         return batch * heads * (rows + columns - 1)
 
     def of(self, index: Int32, sizes: Scalars | Sizes) -> DiagonalTile:
-        """Returns the diagonal that has an index in the order: the diagonals, the planes, the parts."""
+        """Returns the diagonal that has an index in the order: the planes, the diagonals, the parts.
+
+        Of packed sequences a few diagonals have all the work. CTAs that follow each other take them for other planes.
+        """
         batch, heads, rows, columns = self._counts(sizes)
-        count = rows + columns - 1
-        delta, target = index % count - (rows - 1), index // count
-        plane, part = target % (batch * heads), target // (batch * heads)
+        planes, count = batch * heads, rows + columns - 1
+        plane, index = index % planes, index // planes
+        diagonal, part = index % count, index // count
+        delta, target = diagonal - (rows - 1), (part * planes + plane) * count + diagonal
         row = Int32(cutlass.max(-delta, 0))
         length = Int32(cutlass.min(rows, columns - delta)) - row
         entries = Int32(1) if self.per_batch else sizes.batch
         members = Int32(1) if self.per_head else sizes.num_heads
         first = Head(plane // heads, plane % heads)
         items = _part(length * entries * members, part, sizes)
-        return DiagonalTile(delta, index, first, row, length, members, *items)
+        return DiagonalTile(delta, target, first, row, length, members, *items)
 
 
 DbiasTile = MatrixTile | RowsTile | DiagonalTile
