@@ -251,7 +251,9 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
     if columns <= 128:
         # What changes a logit takes registers, as does what is loaded for keys, and more if it holds numbers.
         q_in_regs, late = 8 if spec.is_affine and not cost.key_nbytes else 6, not cost.key_nbytes
-        if cost.registers >= codes.TERM_REGISTERS:
+        if spec.drops and cost.registers == codes.DROPOUT.registers:
+            q_in_regs = min(q_in_regs, 7)
+        elif cost.registers >= codes.TERM_REGISTERS:
             q_in_regs, late = (0 if cost.registers >= codes.READING_REGISTERS else 6), False
         elif cost.registers:
             q_in_regs -= 1
