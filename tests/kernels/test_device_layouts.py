@@ -180,8 +180,8 @@ def test_ptxas_checks_what_is_emulated(monkeypatch):
     from jax_fastattn.compilation.compiler import KERNELS, _open_runtime
     from jax_fastattn.kernels.device import ptx
 
-    emit = ptx._asm
-    monkeypatch.setattr(ptx, "_asm", lambda text, *more: emit(text.replace("mma.sync", "mma.sinc"), *more))
+    emit = ptx.asm
+    monkeypatch.setattr(ptx, "asm", lambda text, *more: emit(text.replace("mma.sync", "mma.sinc"), *more))
     spec = configured(KernelSpec("forward", "sm_80", "bfloat16", 16, 16))
     _open_runtime()
     with pytest.raises(CompilerDiagnosticError, match=r"Unknown modifier '\.sinc'"):

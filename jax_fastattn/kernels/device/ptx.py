@@ -18,27 +18,15 @@ Registers = list[Int32]
 # Instructions call 16-bit types by these names.
 MMA_DTYPE = {"bfloat16": "bf16", "float16": "f16"}
 
-_RETURN = {"f": (T.f32, Float32), "r": (T.i32, Int32), "l": (T.i64, Int64)}
+_RETURN = {"f": (T.f32, Float32), "F": (T.f32, Float32), "r": (T.i32, Int32), "l": (T.i64, Int64)}
 
 
-def _asm(
-    text: str,
-    results: str,
-    inputs: str,
-    values: list[Any],
-    side_effects: bool = False,
-    loc: Any = None,
-    ip: Any = None,
-    *,
-    early: bool = False,
+def asm(
+    text: str, results: str, inputs: str, values: list[Any], side_effects: bool = False, loc: Any = None, ip: Any = None
 ) -> Any:
-    """Emits inline assembly; `results` and `inputs` have one constraint letter (f, r, l) per value.
-
-    If `early` is set, results may be written before all inputs have been read.
-    """
+    """Emits inline assembly; each value has a constraint letter (f, r, l), or F, a result that is written early."""
     types = [_RETURN[letter][0]() for letter in results]
-    writes = "=&" if early else "="
-    constraints = ",".join([f"{writes}{letter}" for letter in results] + list(inputs))
+    constraints = ",".join([f"=&{x.lower()}" if x.isupper() else f"={x}" for x in results] + list(inputs))
     struct = llvm.StructType.get_literal(types) if len(types) > 1 else (types[0] if types else None)  # pyright: ignore[reportAttributeAccessIssue] (its stub lacks it)
     out = llvm.inline_asm(
         struct,
@@ -63,13 +51,13 @@ def ldmatrix(address: Int32, *, transpose: bool = False, loc: Any = None, ip: An
     """Loads four 8 x 8 matrices: lanes 8 i .. 8 i + 7 give the row addresses of matrix i, register i receives it."""
     trans = ".trans" if transpose else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    return _asm(text, "rrrr", "r", [Int32(address)], True, loc, ip)
+    return asm(text, "rrrr", "r", [Int32(address)], True, loc, ip)
 
 
 @dsl_user_op
 def transpose_matrix(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Transposes an 8 x 8 matrix of 16-bit elements, of which each lane of the warp has two as in an accumulator."""
-    return _asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", [word], True, loc, ip)
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", [word], True, loc, ip)
 
 
 @dsl_user_op
@@ -79,77 +67,43 @@ def mma(
     """Returns c + a b of one m16n8k16 fragment: four registers of a, two of b, four of c; dtype is "bf16" or "f16"."""
     places = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {places};"
-    return _asm(text, "ffff", "rrrrrrffff", [*a, *b, *[Float32(x) for x in c]], False, loc, ip)
-
-
-@dsl_user_op
-def mma_steps(
-    steps: list[tuple[Int32, Int32]], blocks: int, block_bytes: int, dtype: str, *, loc: Any = None, ip: Any = None
-) -> list[Float32]:
-    """Returns the lane's `8 blocks` numbers of A B, a product of 16 rows and `16 blocks` columns of one warp.
-
-    It is one operation, for code that rarely runs. If each instruction were an operation, they would be a tenth of what
-    is compiled.
-
-    Args:
-        steps: for each 16 of k, the addresses that the lane passes to ldmatrix for A and for the first 16 columns of B.
-        blocks: blocks of 16 columns.
-        block_bytes: the distance of two blocks in bytes.
-        dtype: "bf16" or "f16".
-    """
-    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
-    multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
-    count = 8 * blocks
-    lines = ["{", ".reg .b32 a<4>;", ".reg .b32 b<4>;", ".reg .f32 zero;", "mov.f32 zero, 0f00000000;"]
-    for step in range(len(steps)):
-        a, b = count + 2 * step, count + 2 * step + 1
-        lines.append(f"{load} {{a0, a1, a2, a3}}, [${a}];")
-        for block in range(blocks):
-            # The fence keeps the compiler from loading many fragments first: the main loop has no registers to spare.
-            lines.append("fence.acq_rel.cta;")
-            lines.append(f"{load} {{b0, b1, b2, b3}}, [${b}+{block * block_bytes}];")
-            for half in range(2):
-                out = ", ".join(f"${8 * block + 4 * half + e}" for e in range(4))
-                c = out if step else "zero, zero, zero, zero"
-                lines.append(f"{multiply} {{{out}}}, {{a0, a1, a2, a3}}, {{b{2 * half}, b{2 * half + 1}}}, {{{c}}};")
-    values = [Int32(address) for step in steps for address in step]
-    return _asm("\n".join([*lines, "}"]), "f" * count, "r" * len(values), values, True, loc, ip, early=True)
+    return asm(text, "ffff", "rrrrrrffff", [*a, *b, *[Float32(x) for x in c]], False, loc, ip)
 
 
 @dsl_user_op
 def copy_async(shared: Int32, source: Int64, *, loc: Any = None, ip: Any = None) -> None:
     """Issues a cp.async of 16 bytes, past L1."""
-    _asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "rl", [shared, source], True, loc, ip)
+    asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "", "rl", [shared, source], True, loc, ip)
 
 
 @dsl_user_op
 def copy_async_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Issues a cp.async of `size` (0 or 16) bytes; the rest of 16 becomes zero. Nothing is read when size is 0."""
-    _asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [shared, source, size], True, loc, ip)
+    asm("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", "", "rlr", [shared, source, size], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared(address: Int32, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
-    _asm("st.shared.b32 [$0], $1;", "", "rr", [address, value], True, loc, ip)
+    asm("st.shared.b32 [$0], $1;", "", "rr", [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared_chunk(address: Int32, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 16 bytes."""
-    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [address, *values], True, loc, ip)
+    asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "", "rrrrr", [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared_chunk(address: Int32, *, loc: Any = None, ip: Any = None) -> Registers:
     """Loads 16 bytes."""
-    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", [address], True, loc, ip)
+    return asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r", [address], True, loc, ip)
 
 
 @dsl_user_op
 def store_global_chunk(address: Int64, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 16 bytes."""
-    _asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", [address, *values], True, loc, ip)
+    asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr", [address, *values], True, loc, ip)
 
 
 @dsl_user_op
@@ -168,49 +122,49 @@ def pack(
     With a `floor` negative values become 0. `apart` keeps it from sharing registers that a product in flight reads.
     """
     text = f"cvt.rn{'.relu' if floor else ''}.{dtype}x2.f32 $0, $1, $2;"
-    return _asm(text, "r", "ff", [Float32(high), Float32(low)], apart, loc, ip)
+    return asm(text, "r", "ff", [Float32(high), Float32(low)], apart, loc, ip)
 
 
 @dsl_user_op
 def fma(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns a b + c, rounded once."""
-    return _asm("fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", [Float32(a), Float32(b), Float32(c)], False, loc, ip)
+    return asm("fma.rn.ftz.f32 $0, $1, $2, $3;", "f", "fff", [Float32(a), Float32(b), Float32(c)], False, loc, ip)
 
 
 @dsl_user_op
 def maximum(a: Float32, b: Float32, *, keep_nan: bool = False, loc: Any = None, ip: Any = None) -> Float32:
     """Returns the larger value; of a NaN and a number the number, or NaN if `keep_nan`."""
-    return _asm(f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;", "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
+    return asm(f"max{'.NaN' if keep_nan else ''}.f32 $0, $1, $2;", "f", "ff", [Float32(a), Float32(b)], False, loc, ip)
 
 
 @dsl_user_op
 def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns |x|, which most instructions take as an operand for nothing."""
-    return _asm("abs.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+    return asm("abs.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def exp2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns 2^x by one MUFU (relative error 2^-22); exp2(-inf) = 0."""
-    return _asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+    return asm("ex2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def log2(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns log2(x) by one MUFU; log2(0) = -inf."""
-    return _asm("lg2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+    return asm("lg2.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def reciprocal(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns 1 / x by one MUFU (1 ulp); reciprocal(inf) = 0."""
-    return _asm("rcp.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+    return asm("rcp.approx.ftz.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
 def tanh(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Returns tanh(x) by one MUFU (relative error 2^-11)."""
-    return _asm("tanh.approx.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
+    return asm("tanh.approx.f32 $0, $1;", "f", "f", [Float32(x)], False, loc, ip)
 
 
 @dsl_user_op
@@ -224,7 +178,7 @@ def wait_barrier(address: Int32, phase: Int32, *, loc: Any = None, ip: Any = Non
         "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
         "@done bra over;\nbra again;\nover:\n}"
     )
-    _asm(text, "", "rr", [Int32(address), Int32(phase)], True, loc, ip)
+    asm(text, "", "rr", [Int32(address), Int32(phase)], True, loc, ip)
 
 
 @dsl_user_op
@@ -235,25 +189,25 @@ def sync_apart(barrier: Any = 0, threads: int | None = None, *, loc: Any = None,
     threads come to one and the same instruction.
     """
     count = "" if threads is None else f", {threads}"
-    _asm(f"barrier.sync $0{count};", "", "r", [Int32(barrier)], True, loc, ip)
+    asm(f"barrier.sync $0{count};", "", "r", [Int32(barrier)], True, loc, ip)
 
 
 @dsl_user_op
 def store_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
-    _asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
+    asm("st.global.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
 
 
 @dsl_user_op
 def store_global_int(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores 4 bytes."""
-    _asm("st.global.b32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
+    asm("st.global.b32 [$0], $1;", "", "lr", [address, value], True, loc, ip)
 
 
 @dsl_user_op
 def store_global_byte(address: Int64, value: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores the lowest byte."""
-    _asm("st.global.u8 [$0], $1;", "", "lr", [address, value], True, loc, ip)
+    asm("st.global.u8 [$0], $1;", "", "lr", [address, value], True, loc, ip)
 
 
 @dsl_user_op
@@ -278,13 +232,13 @@ def where(condition: Boolean | bool, a: Any, b: Any) -> Any:
 @dsl_user_op
 def load_global_chunk(address: Int64, *, loc: Any = None, ip: Any = None) -> Registers:
     """Loads 16 bytes."""
-    return _asm("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", [address], True, loc, ip)
+    return asm("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", [address], True, loc, ip)
 
 
 @dsl_user_op
 def load_global(address: Int64, *, loc: Any = None, ip: Any = None) -> Float32:
     """Loads 4 bytes."""
-    return _asm("ld.global.f32 $0, [$1];", "f", "l", [address], True, loc, ip)
+    return asm("ld.global.f32 $0, [$1];", "f", "l", [address], True, loc, ip)
 
 
 @dsl_user_op
@@ -295,37 +249,37 @@ def any_of(barrier: Int32, threads: int, x: Boolean, *, loc: Any = None, ip: Any
         f"barrier.cta.red.or.pred any, $1, {threads}, own;\nselp.s32 $0, 1, 0, any;\n}}"
     )
     own = where(x, Int32(1), Int32(0))
-    return Boolean(_asm(text, "r", "rr", [Int32(barrier), own], True, loc, ip) != 0)
+    return Boolean(asm(text, "r", "rr", [Int32(barrier), own], True, loc, ip) != 0)
 
 
 @dsl_user_op
 def store_global_pair(address: Int64, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores two float32."""
-    _asm("st.global.v2.f32 [$0], {$1, $2};", "", "lff", [address, low, high], True, loc, ip)
+    asm("st.global.v2.f32 [$0], {$1, $2};", "", "lff", [address, low, high], True, loc, ip)
 
 
 @dsl_user_op
 def store_shared_pair(address: Int32, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores two float32."""
-    _asm("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", [address, low, high], True, loc, ip)
+    asm("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", [address, low, high], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared_pair(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads two float32."""
-    return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", [address], True, loc, ip)
+    return asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r", [address], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared_pairs(address: Int32, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads two neighboring pairs of float32."""
-    return _asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", [address], True, loc, ip)
+    return asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "r", [address], True, loc, ip)
 
 
 @dsl_user_op
 def copy_async_pair_or_zero(shared: Int32, source: Int64, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Issues a cp.async of `size` (0 or 8) bytes; the rest of 8 becomes zero. Nothing is read when size is 0."""
-    _asm("cp.async.ca.shared.global [$0], [$1], 8, $2;", "", "rlr", [shared, source, size], True, loc, ip)
+    asm("cp.async.ca.shared.global [$0], [$1], 8, $2;", "", "rlr", [shared, source, size], True, loc, ip)
 
 
 @dsl_user_op
@@ -342,13 +296,13 @@ def unpack(pair: Int32, *, dtype: str = "bf16", loc: Any = None, ip: Any = None)
 @dsl_user_op
 def thread_index(*, loc: Any = None, ip: Any = None) -> Int32:
     """Returns the thread's index in its CTA, read anew: what is computed from it lives in no register until then."""
-    return _asm("mov.u32 $0, %tid.x;", "r", "", [], True, loc, ip)
+    return asm("mov.u32 $0, %tid.x;", "r", "", [], True, loc, ip)
 
 
 @dsl_user_op
 def move(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Copies x to another register, since the compiler does not know that a product still reads the old one."""
-    return _asm("mov.b32 $0, $1;", "r", "r", [x], True, loc, ip)
+    return asm("mov.b32 $0, $1;", "r", "r", [x], True, loc, ip)
 
 
 def transpose_quad(registers: Registers, lane: Int32) -> Registers:
@@ -369,32 +323,32 @@ def transpose_quad(registers: Registers, lane: Int32) -> Registers:
 def copy_bulk(shared: Int32, source: Int64, nbytes: int, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Copies `nbytes` (a multiple of 16) by one lane, from global to shared memory; the mbarrier counts them."""
     text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {nbytes}, [$2];"
-    _asm(text, "", "rlr", [shared, source, barrier], True, loc, ip)
+    asm(text, "", "rlr", [shared, source, barrier], True, loc, ip)
 
 
 @dsl_user_op
 def store_matrices_transposed(address: Int32, values: Registers, *, loc: Any = None, ip: Any = None) -> None:
     """Stores four 8 x 8 matrices of fragments, transposed; lanes 8 i .. 8 i + 7 give the row addresses of matrix i."""
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
-    _asm(text, "", "rrrrr", [address, *values], True, loc, ip)
+    asm(text, "", "rrrrr", [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def add_global_chunk(address: Int64, values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
     """Adds four float32 atomically to 16 bytes of global memory."""
-    _asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
+    asm("red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", [address, *values], True, loc, ip)
 
 
 @dsl_user_op
 def add_global(address: Int64, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Adds to a float32 of global memory atomically."""
-    _asm("red.relaxed.gpu.global.add.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
+    asm("red.relaxed.gpu.global.add.f32 [$0], $1;", "", "lf", [address, Float32(value)], True, loc, ip)
 
 
 @dsl_user_op
 def load_shared(address: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads 4 bytes."""
-    return _asm("ld.shared.b32 $0, [$1];", "r", "r", [address], True, loc, ip)
+    return asm("ld.shared.b32 $0, [$1];", "r", "r", [address], True, loc, ip)
 
 
 @dsl_user_op
@@ -404,7 +358,7 @@ def fetch_add_global(address: Int64, value: Int32, order: str, *, loc: Any = Non
     `order` is "relaxed"; "release", which shows all writes that this thread knows of to one that acquires the sum; or
     "acq_rel", by which it also sees what others have released so. A release waits for all that the SM has written.
     """
-    return _asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
+    return asm(f"atom.{order}.gpu.global.add.s32 $0, [$1], $2;", "r", "lr", [address, value], True, loc, ip)
 
 
 @dsl_user_op
@@ -414,53 +368,53 @@ def wait_global(address: Int64, count: Int32, *, loc: Any = None, ip: Any = None
         "{\n.reg .pred done;\n.reg .s32 found;\nagain:\nld.acquire.gpu.global.s32 found, [$0];\n"
         "setp.eq.s32 done, found, $1;\n@done bra over;\nbra again;\nover:\n}"
     )
-    _asm(text, "", "lr", [address, count], True, loc, ip)
+    asm(text, "", "lr", [address, count], True, loc, ip)
 
 
 @dsl_user_op
 def load_global_ordered(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
     """Loads four float32 that other CTAs have written, after a fence."""
-    return _asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
+    return asm("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", [address], True, loc, ip)
 
 
 @dsl_user_op
 def load_global_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads 4 bytes."""
-    return _asm("ld.global.b32 $0, [$1];", "r", "l", [address], True, loc, ip)
+    return asm("ld.global.b32 $0, [$1];", "r", "l", [address], True, loc, ip)
 
 
 @dsl_user_op
 def load_constant_int(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads 4 bytes that nothing writes while the kernel runs; not at all if they are not used."""
-    return _asm("ld.global.nc.b32 $0, [$1];", "r", "l", [address], False, loc, ip)
+    return asm("ld.global.nc.b32 $0, [$1];", "r", "l", [address], False, loc, ip)
 
 
 @dsl_user_op
 def load_constant_pair(address: Int64, *, loc: Any = None, ip: Any = None) -> Registers:
     """Loads 8 bytes that nothing writes while the kernel runs; not at all if they are not used."""
-    return _asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", [address], False, loc, ip)
+    return asm("ld.global.nc.v2.b32 {$0, $1}, [$2];", "rr", "l", [address], False, loc, ip)
 
 
 @dsl_user_op
 def load_global_byte(address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Loads a byte."""
-    return _asm("ld.global.u8 $0, [$1];", "r", "l", [address], True, loc, ip)
+    return asm("ld.global.u8 $0, [$1];", "r", "l", [address], True, loc, ip)
 
 
 @dsl_user_op
 def multiply_wide(x: Int32, constant: int, *, loc: Any = None, ip: Any = None) -> Registers:
     """Returns the low and the high half of the product of an unsigned number and a constant."""
-    product = _asm(f"mul.wide.u32 $0, $1, {constant};", "l", "r", [x], False, loc, ip)
-    return _asm("mov.b64 {$0, $1}, $2;", "rr", "l", [product], False, loc, ip)
+    product = asm(f"mul.wide.u32 $0, $1, {constant};", "l", "r", [x], False, loc, ip)
+    return asm("mov.b64 {$0, $1}, $2;", "rr", "l", [product], False, loc, ip)
 
 
 @dsl_user_op
 def permute(x: Int32, y: Int32, selector: int, *, loc: Any = None, ip: Any = None) -> Int32:
     """Returns four of the eight bytes of x and y, or the sign of a byte in all of its bits, see PTX's `prmt`."""
-    return _asm(f"prmt.b32 $0, $1, $2, {selector};", "r", "rr", [x, y], False, loc, ip)
+    return asm(f"prmt.b32 $0, $1, $2, {selector};", "r", "rr", [x, y], False, loc, ip)
 
 
 @dsl_user_op
 def bit_range(first: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Returns a word whose bits [first, first + count) are set; both numbers are 0 to 32."""
-    return _asm("bmsk.clamp.b32 $0, $1, $2;", "r", "rr", [Int32(first), Int32(count)], False, loc, ip)
+    return asm("bmsk.clamp.b32 $0, $1, $2;", "r", "rr", [Int32(first), Int32(count)], False, loc, ip)

@@ -9,7 +9,8 @@ an accumulator of `mma.py` with one block row, so the results land in the same r
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
+from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.layout import crossed_lane, plain_lane
@@ -68,6 +69,40 @@ def warp_scores(
         for k in range(head_dim // 16)
     ]
     # The swizzle repeats every 8 rows.
-    found = ptx.mma_steps(steps, keys // 16, 16 * 2 * wgmma.atom_columns(head_dim), mma_dtype)
+    found = _mma_steps(steps, keys // 16, 16 * 2 * wgmma.atom_columns(head_dim), mma_dtype)
     for i, x in enumerate(found):
         scores[i] = x
+
+
+@dsl_user_op
+def _mma_steps(
+    steps: list[tuple[Int32, Int32]], blocks: int, block_bytes: int, dtype: str, *, loc: Any = None, ip: Any = None
+) -> list[Float32]:
+    """Returns the lane's `8 blocks` numbers of A B, a product of 16 rows and `16 blocks` columns of one warp.
+
+    It is one operation, for code that rarely runs. If each instruction were an operation, they would be a tenth of what
+    is compiled.
+
+    Args:
+        steps: for each 16 of k, the addresses that the lane passes to ldmatrix for A and for the first 16 columns of B.
+        blocks: blocks of 16 columns.
+        block_bytes: the distance of two blocks in bytes.
+        dtype: "bf16" or "f16".
+    """
+    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+    multiply = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32"
+    count = 8 * blocks
+    lines = ["{", ".reg .b32 a<4>;", ".reg .b32 b<4>;", ".reg .f32 zero;", "mov.f32 zero, 0f00000000;"]
+    for step in range(len(steps)):
+        a, b = count + 2 * step, count + 2 * step + 1
+        lines.append(f"{load} {{a0, a1, a2, a3}}, [${a}];")
+        for block in range(blocks):
+            # The fence keeps the compiler from loading many fragments first: the main loop has no registers to spare.
+            lines.append("fence.acq_rel.cta;")
+            lines.append(f"{load} {{b0, b1, b2, b3}}, [${b}+{block * block_bytes}];")
+            for half in range(2):
+                out = ", ".join(f"${8 * block + 4 * half + e}" for e in range(4))
+                c = out if step else "zero, zero, zero, zero"
+                lines.append(f"{multiply} {{{out}}}, {{a0, a1, a2, a3}}, {{b{2 * half}, b{2 * half + 1}}}, {{{c}}};")
+    values = [Int32(address) for step in steps for address in step]
+    return ptx.asm("\n".join([*lines, "}"]), "F" * count, "r" * len(values), values, True, loc, ip)

@@ -231,10 +231,8 @@ class DiagonalTiles:
         return batch * heads * (rows + columns - 1)
 
     def of(self, index: Int32, sizes: Scalars | Sizes) -> DiagonalTile:
-        """Returns the diagonal that has an index in the order: the planes, the diagonals, the parts.
-
-        Of packed sequences a few diagonals have all the work. CTAs that follow each other take them for other planes.
-        """
+        """Returns the diagonal that has an index in the order: the planes, the diagonals, the parts."""
+        # Of packed sequences a few diagonals have all the work. CTAs that follow each other take them for other planes.
         batch, heads, rows, columns = self._counts(sizes)
         planes, count = batch * heads, rows + columns - 1
         plane, index = index % planes, index // planes

@@ -126,13 +126,17 @@ class DbiasLoader:
                 items.put((kind, *tile.names(item), *told), nbytes, self._stats_copy(item))
                 self._load_operands(ring, item)
 
+            def has_some(left: Int32) -> Boolean:
+                return Boolean(left != 0)
+
             def visit_some(i: Int32) -> None:
                 # Each lane looks at one item for the others.
                 first = tile.begin + 32 * i
                 index = first + (ptx.thread_index() & 31)
                 looks = self._look(tile, index)
                 bits = cute.arch.vote_ballot_sync(Boolean(Boolean(index < tile.end) & Boolean(looks[0] != HIDDEN)))
-                with while_generate([cute.arch.make_warp_uniform(bits)], lambda left: Boolean(left != 0)) as (left,):
+                with while_generate([cute.arch.make_warp_uniform(bits)], has_some) as loop:
+                    left = Int32(loop[0])
                     lane = cute.arch.popc((left & -left) - 1)
                     load(first + lane, *(cute.arch.make_warp_uniform(cute.arch.shuffle_sync(x, lane)) for x in looks))
                     yield_out([left & (left - 1)])
