@@ -4,8 +4,8 @@
 
     python benchmarks/mask_functions.py --output mask-functions.json
 
-Each case has up to three calls of ours: by a flag or ids, by a `mask_mod` with its prepass in each call, and by a
-`BlockMask` with lists that are kept. Peers are the `mask_mod` of fa4-jax and FlexAttention (PyTorch on the same card),
+Each case has up to four calls of ours: by a flag or ids, by a `mask_mod` with its prepass in each call, by a `BlockMask`
+with lists that are kept, and up to length 8192 by the XLA path. Peers are the `mask_mod` of fa4-jax and FlexAttention (PyTorch on the same card),
 whose block mask is kept. A record has milliseconds of output alone and of its gradient alone, of lists and block masks,
 and the speed of calls as shares of the speed with a flag. Times are medians of the rounds. A peer that fails is its
 error.
@@ -29,7 +29,7 @@ from jax_fastattn import and_masks, block_mask, causal
 
 Mod = Callable[..., Any]
 Program = Callable[[], Any]
-PEERS = ("fa4", "flex")
+PEERS = ("xla", "fa4", "flex")
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,8 @@ def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) ->
     kinds["mask_mod"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids)}, ids)
     kinds["kept"] = lambda: by(lambda mask: {"mask_mod": mask}, make(ids)) | {"lists": functools.partial(make, ids)}
     if peers:
+        if case.length <= 8192:
+            kinds["xla"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids), "implementation": "xla"}, ids)
         kinds |= {"fa4": functools.partial(of_fa4, case), "flex": functools.partial(of_torch, case)}
     programs, errors = turns.programs_of(kinds, PEERS)
 
@@ -204,7 +206,7 @@ def _has_flag(name: str, ms: dict[str, float]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     parser = turns.parser(__doc__, CASES, rounds=7)
-    parser.add_argument("--no-peers", action="store_true", help="leave fa4-jax and FlexAttention out")
+    parser.add_argument("--no-peers", action="store_true", help="leave the XLA path, fa4-jax and FlexAttention out")
     options = parser.parse_args(argv)
 
     def words(found: dict[str, Any]) -> str:
