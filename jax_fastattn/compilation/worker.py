@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that compiles kernels for another one, which `workers.py` starts: `python -m jax_fastattn worker`.
 
-It reads pairs of key and spec, compiles each into the disk cache, and writes a line of JSON for each. It imports no JAX
-and sees no GPU. It ends by `os._exit`: a process that has compiled takes half a second to end otherwise.
+It reads pairs of key and spec, compiles each into the disk cache, and writes a line of JSON for each. One more line
+says that it has loaded the compiler, before it compiles its first kernel. It imports no JAX and sees no GPU. It ends
+by `os._exit`: a process that has compiled takes half a second to end otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from jax_fastattn.compilation import cache
@@ -21,6 +23,10 @@ from jax_fastattn.kernels.key import KernelSpec
 
 # No kernel takes a tenth of this. A worker that hangs ends by a signal, even if the process that started it is gone.
 MOST_SECONDS = 600
+
+# The line which says that the compiler is loaded.
+LOADED = {"loaded": True}
+_COMPILER = "jax_fastattn.compilation.compiler"
 
 
 def run(niceness: int) -> NoReturn:
@@ -35,7 +41,8 @@ def run(niceness: int) -> NoReturn:
             signal.alarm(0)
             key, spec = pickle.load(sys.stdin.buffer)
             signal.alarm(MOST_SECONDS)
-            print(json.dumps(_compiled(key, spec)), file=reports, flush=True)
+            for report in _reports(key, spec):
+                print(json.dumps(report), file=reports, flush=True)
     except EOFError:
         pass
     except Exception as error:
@@ -44,21 +51,25 @@ def run(niceness: int) -> NoReturn:
     os._exit(status)
 
 
-def _compiled(key: str, spec: KernelSpec) -> dict[str, Any]:
+def _reports(key: str, spec: KernelSpec) -> Iterator[dict[str, Any]]:
     """Compiles one kernel into the cache.
 
-    Returns:
-        The seconds that it took, or the problem.
+    Yields:
+        `LOADED`, if this kernel has loaded the compiler. Then the seconds that the kernel took, or the problem.
     """
     begin = time.monotonic()
     try:
         if cache.kernel_key(spec) != key:
-            return {"problem": "it finds another version of jax_fastattn or of its compiler"}
+            yield {"problem": "it finds another version of jax_fastattn or of its compiler"}
+            return
+        was_loaded = _COMPILER in sys.modules
         from jax_fastattn.compilation import compiler  # loads the compiler, which takes seconds
 
+        if not was_loaded:
+            yield LOADED
         cache.store(key, compiler.compile_kernel(spec))
     except Exception as error:
-        return {"problem": f"{type(error).__name__}: {error}"}
-    if cache.load(key) is None:
-        return {"problem": "it could not be written to the cache"}
-    return {"seconds": time.monotonic() - begin}
+        yield {"problem": f"{type(error).__name__}: {error}"}
+        return
+    is_kept = cache.load(key) is not None
+    yield {"seconds": time.monotonic() - begin} if is_kept else {"problem": "it could not be written to the cache"}

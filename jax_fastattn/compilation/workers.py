@@ -4,9 +4,9 @@
 
 Threads cannot: the compiler holds Python's lock, and keeps state in the process. A worker is a fresh Python, neither a
 fork of this process nor one that runs the user's script again. It delivers through the disk cache, from which nothing
-is read that another user may write. A thread that needs a kernel waits for its worker as long as the worker gets half a
-CPU, and looks every `PATIENCE` seconds, so that a worker that starves or hangs costs no more. The failure of a worker
-is silent here: `failures.py` keeps it for `info`.
+is read that another user may write. A thread that needs a kernel waits for its worker, and looks every `PATIENCE`
+seconds whether the worker has loaded the compiler and gets half a CPU. A worker that still loads, starves or hangs thus
+costs no more. The failure of a worker is silent here: `failures.py` keeps it for `info`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from jax_fastattn.compilation import cache, failures, settings
+from jax_fastattn.compilation.worker import LOADED
 from jax_fastattn.kernels.key import KernelSpec
 
-# A kernel that is needed waits so long for its worker before it is compiled in this process; as often again as the
-# worker had half a CPU meanwhile, and `MOST_PATIENCE` at most. Most kernels take 2 to 8 seconds.
+# Seconds from one look at an awaited worker to the next, and the most that a kernel waits for its worker. Most kernels
+# take 2 to 8 seconds. The compiler takes up to 5 to load, and this process has often loaded it, so a worker that still
+# loads it would deliver later than this process.
 PATIENCE, MOST_PATIENCE = 0.5, 10.0
-
-# A worker that has had less CPU time still loads the compiler, as this process has done: its kernel is compiled here.
-LOADING_SECONDS = 1.5
 
 # A worker takes up to this much memory. More workers than this are never needed at once.
 WORKER_BYTES = 400 << 20
@@ -45,7 +44,11 @@ _NICENESS = 19
 
 
 class Worker:
-    """One process that compiles kernels, one after the other."""
+    """One process that compiles kernels, one after the other.
+
+    Attributes:
+        loaded: set when the process has said that it has loaded the compiler, which `compile` reads.
+    """
 
     def __init__(self, niceness: int = 0) -> None:
         """Starts the process.
@@ -53,6 +56,7 @@ class Worker:
         Raises:
             OSError: it cannot be started.
         """
+        self.loaded = threading.Event()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
         pipe = subprocess.PIPE
         try:
@@ -68,12 +72,20 @@ class Worker:
         try:
             self._process.stdin.write(pickle.dumps((key, spec)))
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
         except BrokenPipeError:
-            line = b""
+            return {"problem": self._end()}
         except Exception as error:  # of a feature that a test defines, for example, and that pickle cannot find
             return {"problem": f"it cannot be asked for the kernel: {type(error).__name__}: {error}"}
-        return json.loads(line) if line else {"problem": self._end()}
+        report = self._report()
+        if report == LOADED:  # before its first kernel
+            self.loaded.set()
+            report = self._report()
+        return report or {"problem": self._end()}
+
+    def _report(self) -> dict[str, Any]:
+        """Returns the next line that the process writes, which is empty if it has ended."""
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {}
 
     @property
     def has_ended(self) -> bool:
@@ -166,7 +178,7 @@ def start(specs: Iterable[KernelSpec]) -> None:
 
 
 def take(key: str) -> bytes | None:
-    """Returns a kernel that is needed now, if a worker delivers it while it has half a CPU; else None.
+    """Returns a kernel that is needed now, if a worker that is worth the wait delivers it; else None.
 
     A kernel that waits for a worker is not given to one any more.
     """
@@ -179,12 +191,13 @@ def take(key: str) -> bytes | None:
 
 
 def _wait(job: _Job) -> None:
-    """Waits for a worker to end, while it gets on and has loaded the compiler."""
+    """Waits for a worker to end, as long as each look finds that it has loaded the compiler and had half a CPU."""
     begin = time.monotonic()
-    patience = PATIENCE if job.worker.cpu_seconds() < LOADING_SECONDS else MOST_PATIENCE
-    while time.monotonic() - begin < patience:
+    while time.monotonic() - begin < MOST_PATIENCE:
         before = job.worker.cpu_seconds()
-        if job.ended.wait(PATIENCE) or job.worker.cpu_seconds() - before < PATIENCE / 2:
+        if job.ended.wait(PATIENCE) or not job.worker.loaded.is_set():
+            return
+        if job.worker.cpu_seconds() - before < PATIENCE / 2:
             return
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Workers: which kernels they are asked for, and that one which fails, starves or hangs costs a call half a second.
+"""Workers: which kernels they are asked for, and that one which fails, loads, starves or hangs costs half a second.
 
 Real ones run in few tests. In the others a shell takes a worker's place.
 """
@@ -30,6 +30,7 @@ from stand_in import SPEC
 
 from jax_fastattn import attention
 from jax_fastattn.compilation import cache, failures, workers
+from jax_fastattn.compilation.worker import LOADED
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.ops.cuda import ahead
@@ -39,6 +40,7 @@ needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("nvidia_cutlass_dsl") is None, reason="nvidia-cutlass-dsl is not installed"
 )
 OTHER = dataclasses.replace(SPEC, arch="sm_80")
+SAYS_THAT_IT_HAS_LOADED = f"echo '{json.dumps(LOADED)}'; "
 
 
 @pytest.fixture(autouse=True)
@@ -61,13 +63,16 @@ def takes_the_place(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(workers, "command", lambda niceness: ["sh", "-c", script])
 
 
-def delivers(monkeypatch: pytest.MonkeyPatch, spec: KernelSpec, kernel: bytes, seconds: float) -> None:
-    """Makes a shell the worker, which delivers the kernel of `spec` after some time."""
+def delivers(
+    monkeypatch: pytest.MonkeyPatch, spec: KernelSpec, kernel: bytes, seconds: float, begins: str = ""
+) -> None:
+    """Makes a shell the worker, which delivers the kernel of `spec` some time after it has run `begins`."""
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("JAX_FASTATTN_CACHE_DIR", str(cache.directory()) + "-made")
         cache.store(cache.kernel_key(spec), kernel)
         made = cache.directory()
-    takes_the_place(monkeypatch, f"sleep {seconds}; cp -p {made}/* {cache.directory()}; echo '{{\"seconds\": 1}}'; cat")
+    ends = f"sleep {seconds}; cp -p {made}/* {cache.directory()}; echo '{{\"seconds\": 1}}'; cat"
+    takes_the_place(monkeypatch, begins + ends)
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
@@ -113,8 +118,9 @@ def test_a_kernel_comes_from_its_worker(monkeypatch: pytest.MonkeyPatch) -> None
     assert "Z" not in children() and failures.noted() == ""
 
 
-def test_a_worker_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes_the_place(monkeypatch, "kill -9 $$")
+@pytest.mark.parametrize("begins", ["", SAYS_THAT_IT_HAS_LOADED], ids=["loading", "loaded"])
+def test_a_worker_that_is_killed_costs_nothing(begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes_the_place(monkeypatch, f"head -c 1 > /dev/null; {begins}kill -9 $$")
     here = compiled(monkeypatch)
     call._kernel(SPEC, lambda: [OTHER])
     call._kernel(OTHER, tuple)
@@ -125,22 +131,27 @@ def test_a_worker_that_is_killed_costs_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert "Z" not in children()
 
 
-def test_a_worker_that_hangs_is_waited_for_half_a_second_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes_the_place(monkeypatch, "exec sleep 600")
+@pytest.mark.parametrize("begins", ["", SAYS_THAT_IT_HAS_LOADED], ids=["loading", "loaded"])
+def test_a_worker_that_hangs_is_waited_for_half_a_second_and_ended(
+    begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_the_place(monkeypatch, begins + "exec sleep 600")
     here = compiled(monkeypatch)
     call._kernel(SPEC, lambda: [OTHER])
     begin = time.monotonic()
     call._kernel(OTHER, tuple)
-    assert workers.PATIENCE <= time.monotonic() - begin < 30
+    assert workers.PATIENCE <= time.monotonic() - begin < workers.MOST_PATIENCE
     assert here == [SPEC, OTHER]
     wait_until(is_idle)
     assert failures.noted() == "", "this process ended it"
     assert "Z" not in children()
 
 
-def test_a_worker_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begins", ["", "sleep 0.1; "], ids=["before", "during-the-wait"])
+def test_a_worker_that_has_loaded_is_waited_for(begins: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it had half a CPU, and so delivers sooner than this process would."""
-    delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 4 * workers.PATIENCE)
+    begins += SAYS_THAT_IT_HAS_LOADED
+    delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 4 * workers.PATIENCE, begins)
     monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
     here = compiled(monkeypatch)
     call._kernel(SPEC, lambda: [OTHER])
@@ -148,27 +159,42 @@ def test_a_worker_that_gets_on_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert here == [SPEC]
 
 
-def test_a_worker_that_loads_the_compiler_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process would compile a small kernel meanwhile."""
+def test_a_worker_that_loads_the_compiler_is_waited_for_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much CPU time it had: this process would compile a small kernel meanwhile."""
     delivers(monkeypatch, OTHER, stand_in.elf_object(content=b"of the worker"), 4 * workers.PATIENCE)
-    begin = time.monotonic()
-    monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic() - begin)
+    monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
     here = compiled(monkeypatch)
     call._kernel(SPEC, lambda: [OTHER])
+    begin = time.monotonic()
     call._kernel(OTHER, tuple)
+    assert workers.PATIENCE <= time.monotonic() - begin < 4 * workers.PATIENCE
     assert here == [SPEC, OTHER]
     wait_until(is_idle)
 
 
 def test_no_worker_is_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes_the_place(monkeypatch, "exec sleep 600")
+    takes_the_place(monkeypatch, SAYS_THAT_IT_HAS_LOADED + "exec sleep 60")
     monkeypatch.setattr(workers.Worker, "cpu_seconds", lambda self: time.monotonic())
     monkeypatch.setattr(workers, "MOST_PATIENCE", 2 * workers.PATIENCE)
     here = compiled(monkeypatch)
     call._kernel(SPEC, lambda: [OTHER])
+    begin = time.monotonic()
     call._kernel(OTHER, tuple)
+    assert workers.MOST_PATIENCE <= time.monotonic() - begin < 10
     assert here == [SPEC, OTHER]
     wait_until(is_idle)
+
+
+def test_a_worker_says_once_that_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`warmup` has several kernels compiled by one worker, and the line is the outcome of none of them."""
+    lines = [{"problem": "another version"}, LOADED, {"seconds": 1}, {"seconds": 2}]
+    takes_the_place(monkeypatch, "; ".join(f"echo '{json.dumps(line)}'" for line in lines) + "; exec cat > /dev/null")
+    worker = workers.Worker()
+    found = [(worker.compile("key", SPEC), worker.loaded.is_set()) for _ in range(3)]
+    assert found == [({"problem": "another version"}, False), ({"seconds": 1}, True), ({"seconds": 2}, True)]
+    worker.kill()
+    assert worker.compile("key", SPEC) == {"problem": "its process ended by SIGKILL, perhaps out of memory"}
+    worker.close()
 
 
 def test_the_cpu_time_of_a_worker_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,7 +447,7 @@ def test_a_worker_that_cannot_read_its_request_says_so(real_keys: None) -> None:
 
 def test_a_worker_without_memory_ends(real_keys: None, directory: Path) -> None:
     done = worker((cache.kernel_key(SPEC), SPEC), command=("sh", "-c", 'ulimit -v 60000; exec "$@"', "sh"))
-    assert done.returncode != 0 or "problem" in json.loads(done.stdout)
+    assert done.returncode != 0 or "problem" in json.loads(done.stdout.splitlines()[-1])
     assert not [path for path in directory.iterdir() if not path.name.startswith(".")]
 
 
@@ -431,6 +457,16 @@ def test_what_a_worker_loads_imports_no_jax(real_keys: None) -> None:
         [sys.executable, "-P", "-c", code], env=workers._environment(), capture_output=True, check=True
     )
     assert done.stdout == b"False False\n"
+
+
+@needs_compiler
+def test_a_worker_says_that_it_has_loaded_the_compiler_before_its_first_kernel(real_keys: None) -> None:
+    """The kernels are of an architecture that the compiler does not know, so that they take no time."""
+    unknown = dataclasses.replace(SPEC, arch="sm_1")
+    request = (cache.kernel_key(unknown), unknown)
+    done = worker(("ab" * 32, SPEC), request, request)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line if line == LOADED else [*line] for line in lines] == [["problem"], LOADED, ["problem"], ["problem"]]
 
 
 @needs_compiler
@@ -444,6 +480,7 @@ def test_a_worker_compiles_what_this_process_would(real_keys: None, monkeypatch:
     workers.start([SPEC])
     key = cache.kernel_key(SPEC)
     assert workers._running.keys() == {key}
-    workers._running[key].ended.wait(300)
-    assert failures.noted() == ""
+    job = workers._running[key]
+    job.ended.wait(300)
+    assert failures.noted() == "" and job.worker.loaded.is_set()
     assert workers.delivered(key) == compiler.compile_kernel(SPEC)
