@@ -399,10 +399,6 @@ class Warpgroup(Cta):
         leads = np.arange(32) == warps.argmax(1)[:, None]
         self.put(operands[0].split("|")[1], leads.reshape(-1) & active, active)
 
-    def do_vote(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
-        warps = (self.registers[operands[1]] & active).reshape(-1, 32)
-        self.put(operands[0], np.repeat(warps.any(1), 32), active)
-
     # Matrices.
 
     def do_ldmatrix(self, parts: list[str], operands: list[str], active: np.ndarray) -> None:
