@@ -4,11 +4,11 @@
 
     python benchmarks/mask_functions.py --output mask-functions.json
 
-Each case has up to four calls of ours: by a flag or ids, by a `mask_mod` with its prepass in each call, by a `BlockMask`
-with lists that are kept, and up to length 8192 by the XLA path. Peers are the `mask_mod` of fa4-jax and FlexAttention (PyTorch on the same card),
-whose block mask is kept. A record has milliseconds of output alone and of its gradient alone, of lists and block masks,
-and the speed of calls as shares of the speed with a flag. Times are medians of the rounds. A peer that fails is its
-error.
+Each case has up to four calls of ours: by a flag or ids, by a `mask_mod` with its prepass in each call, by a
+`BlockMask` with lists that are kept, and up to length 8192 by the XLA path. Peers are the `mask_mod` of fa4-jax and
+FlexAttention (PyTorch on the same card), whose block mask is kept. A record has milliseconds of output alone and of its
+gradient alone, of lists and block masks, and the speed of calls as shares of the speed with a flag. Times are medians
+of the rounds. A peer that fails is its error.
 """
 
 from __future__ import annotations

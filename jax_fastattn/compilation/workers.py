@@ -32,7 +32,7 @@ from jax_fastattn.compilation.worker import LOADED
 from jax_fastattn.kernels.key import KernelSpec
 
 # Seconds from one look at an awaited worker to the next, and the most that a kernel waits for its worker. Most kernels
-# take 2 to 8 seconds. The compiler takes up to 5 to load, and this process has often loaded it, so a worker that still
+# take 2 to 8 seconds. The compiler takes about 3 to load, and this process has often loaded it, so a worker that still
 # loads it would deliver later than this process.
 PATIENCE, MOST_PATIENCE = 0.5, 10.0
 
