@@ -24,7 +24,7 @@ from jax_fastattn.limits import DROPOUT_CONSTANT, DROPOUT_MULTIPLIER, DROPOUT_RO
 
 # Selectors of `ptx.permute`: the signs of the lower or the upper halves of two words, each in 16 bits.
 _SIGNS = 0xDD99, 0xFFBB
-# These bits of a word count. What is added to them then sets the sign of each half.
+# These bits of a word count. A number that is added to them sets the sign of each half.
 _FIFTEEN_BITS = 0x7FFF7FFF
 
 
