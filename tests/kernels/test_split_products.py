@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_m
 from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sm80.backward import warp
 from jax_fastattn.kernels.support import MAX_HEAD_DIM
 
 
@@ -90,6 +92,15 @@ def test_forward(case: str) -> None:
 @pytest.mark.parametrize("case", _cases(BACKWARD))
 def test_backward(case: str) -> None:
     emulated_dkdv_dq.check(*BACKWARD[case])
+
+
+@pytest.mark.parametrize("case", _cases({"d32-everything": None, "d128-hopper-everything": None, "d64-96": None}))
+def test_backward_adds_parts_of_the_queries_in_global_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here after each tile of queries; rows past the last key stay zero."""
+    spec, sizes = BACKWARD[case]
+    monkeypatch.setattr(warp, "SUMMED_QUERIES", spec.config.queries)
+    queries = 2 * spec.config.queries + 5
+    emulated_dkdv_dq.check(spec, replace(sizes, queries=queries, query_lengths=(queries, 30)))
 
 
 def test_delta_is_of_the_cotangent_that_products_have() -> None:

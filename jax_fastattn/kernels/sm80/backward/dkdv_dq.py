@@ -86,7 +86,7 @@ class DkdvDqKernel:
 
     def _run(self, kind: type[Role], state: DkdvDqState, scale: Float32) -> None:
         role = kind.start(self.products, self.reduce, state)
-        QueryLoop(role).run()
+        QueryLoop(role, scale).run()
         role.warp.finish(scale)
 
     def _locate(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> DkdvDqPlace:

@@ -90,9 +90,16 @@ class NumberRows(NamedTuple):
 
 
 def store_numbers(
-    acc: mma.Accumulator, blocks: tuple[int, int], rows: NumberRows, place: tuple[Int32, Int32], lane: Int32, warps: int
+    acc: mma.Accumulator,
+    blocks: tuple[int, int],
+    rows: NumberRows,
+    place: tuple[Int32, Int32],
+    lane: Int32,
+    warps: int,
+    *,
+    add: bool,
 ) -> None:
-    """Stores a warp's part of a gradient in float32 from registers, 32 neighboring bytes the quad.
+    """Stores a warp's part of a gradient in float32 from registers, 32 neighboring bytes the quad, or adds it.
 
     Args:
         acc: the part.
@@ -101,6 +108,7 @@ def store_numbers(
         place: row and column of the part's element (0, 0).
         lane: index of the lane in its warp.
         warps: how many warps share a row.
+        add: whether to add to what the same lanes have stored there.
     """
     lane_row, lane_column = accumulator_lane(lane)
     column = place[1] + lane_column
@@ -115,7 +123,11 @@ def store_numbers(
                     index = (m * blocks[1] + n) * 4 + 2 * half
 
                     def store_pair(at: Int64 = address + 32 * n, i: int = index) -> None:
-                        ptx.store_global_pair(at, acc[i], acc[i + 1])
+                        if add:
+                            ptx.add_global(at, acc[i])
+                            ptx.add_global(at + 4, acc[i + 1])
+                        else:
+                            ptx.store_global_pair(at, acc[i], acc[i + 1])
 
                     if 8 * blocks[1] * warps == rows.columns:
                         store_pair()

@@ -31,6 +31,10 @@ from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 # dV, which go by the same names.
 QUERY, DOUT = "query", "dout"
 
+# Tensor cores truncate their sums, which an error of bfloat16 hides. Sums of products in terms go to global memory, where
+# additions are rounded, each time that this many queries are in them.
+SUMMED_QUERIES = 2048
+
 
 class Products:
     """Emits copies and products. Methods take the `state` of the kernel; its `at` says which thread this is."""
@@ -42,8 +46,8 @@ class Products:
         # P of float16 operands crosses as the words that the next product takes.
         self.crosses_as_factor = spec.product_dtype == "float16"
         self.memory = config.memory(*spec.row_columns)
-        # The tiles of K and V have no room for them.
-        self.stores_numbers = spec.terms == 1 and spec.result_nbytes == 4
+        self.stores_numbers = spec.result_nbytes == 4
+        self.adds_numbers = spec.terms > 1
         self.row_blocks = config.keys_per_warp // 16
         self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
         self.score_columns = 8 * self.score_blocks[1]
@@ -239,25 +243,25 @@ class Products:
     # Results.
 
     def finish(self, state: DkdvDqState, acc: mma.Accumulator, which: str, factor: Any) -> None:
-        """Scales a warp's part of dK or dV and rounds it into the tile of K or V, or stores it in float32."""
+        """Scales a warp's part of dK or dV and rounds it into the tile of K or V, or stores or adds it in float32."""
         tile, start, _, _ = self._operands(which)
         blocks, at = self.grad_blocks(which), state.at
         gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
         if self.stores_numbers:
-            self._store_numbers(state, acc, which)
+            self.store_numbers(state, acc, which, add=self.adds_numbers)
             return
         words = result_words(self.spec)
         corner = tile.offset(at.warp_row, words.columns(at.column_warp * (8 * blocks[1])))
         gradient.scatter(acc, blocks, tile, at.shared + start + corner, at.lane, words)
 
-    def _store_numbers(self, state: DkdvDqState, acc: mma.Accumulator, which: str) -> None:
-        """Stores a warp's part of dK or dV in float32 from registers."""
+    def store_numbers(self, state: DkdvDqState, acc: mma.Accumulator, which: str, *, add: bool) -> None:
+        """Stores a warp's part of dK or dV in float32 from registers, or adds it to what the warp has stored."""
         at, operands, spec = state.at, state.operands, self.spec
         target, columns = (operands.dk, spec.head_dim) if which == QUERY else (operands.dv, spec.v_head_dim)
         blocks, column_warps = self.grad_blocks(which), self.config.column_warps
         rows = gradient.NumberRows(target, Int64(operands.kv_heads) * (4 * columns), columns, state.stored_rows)
         place = at.warp_row, at.column_warp * (8 * blocks[1])
-        gradient.store_numbers(acc, blocks, rows, place, at.lane, column_warps)
+        gradient.store_numbers(acc, blocks, rows, place, at.lane, column_warps, add=add)
 
     def store_keys(self, state: DkdvDqState) -> None:
         """Stores dk and dv from the tiles of K and V, rows of 16 by warp, unless `finish` has."""

@@ -84,9 +84,11 @@ class QueryLoop:
 
     Attributes:
         role: what is done for each.
+        scale: the factor of a product q . k.
     """
 
     role: Role
+    scale: Float32
 
     @cute.jit
     def run(self):
@@ -106,6 +108,7 @@ class QueryLoop:
         for phase in self.role.phases():
             for index in cutlass.range(phase.begin, phase.end, unroll=1):
                 self.role.visit(step, head, index, masked=phase.masked)
+                self.role.warp.empty(step, self.scale)
                 step = step + 1
         self.role.warp.end_head(member)
         return step
