@@ -31,8 +31,8 @@ from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 # dV, which go by the same names.
 QUERY, DOUT = "query", "dout"
 
-# Tensor cores truncate their sums, which an error of bfloat16 hides. Sums of products in terms go to global memory, where
-# additions are rounded, each time that this many queries are in them.
+# Tensor cores truncate their sums, which an error of bfloat16 hides. Sums of products in terms go to global memory,
+# where additions are rounded, each time that this many queries are in them.
 SUMMED_QUERIES = 2048
 
 
