@@ -23,7 +23,7 @@ from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, shared_m
 from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.sm80.backward import warp
+from jax_fastattn.kernels.sm80.backward import products
 from jax_fastattn.kernels.support import MAX_HEAD_DIM
 
 
@@ -98,7 +98,7 @@ def test_backward(case: str) -> None:
 def test_backward_adds_parts_of_the_queries_in_global_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here after each tile of queries; rows past the last key stay zero."""
     spec, sizes = BACKWARD[case]
-    monkeypatch.setattr(warp, "SUMMED_QUERIES", spec.config.queries)
+    monkeypatch.setattr(products, "SUMMED_QUERIES", spec.config.queries)
     queries = 2 * spec.config.queries + 5
     emulated_dkdv_dq.check(spec, replace(sizes, queries=queries, query_lengths=(queries, 30)))
 

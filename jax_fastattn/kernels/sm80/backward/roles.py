@@ -93,25 +93,34 @@ class QueryLoop:
     @cute.jit
     def run(self):
         """Visits all query tiles of all heads of the group."""
-        step = Int32(0)
+        step, emptied = Int32(0), Int32(0)
         if cutlass.const_expr(self.role.warp.products.spec.group == 1):
-            self.run_head(step, Int32(0))
+            self.run_head(step, emptied, Int32(0))
         else:
             for member in cutlass.range(self.role.warp.products.spec.group, unroll=1):
-                step = self.run_head(step, member)
+                step, emptied = self.run_head(step, emptied, member)
 
     @cute.jit
-    def run_head(self, step: Int32, member: Int32):
-        """Visits the query tiles of one head; returns the tiles visited so far."""
+    def run_head(self, step: Int32, emptied: Int32, member: Int32):
+        """Visits the query tiles of one head; returns the tiles visited so far, and up to when sums were emptied."""
         head = self.role.warp.head(member)
         self.role.warp.begin_head(head.score)
+        most = self.role.warp.products.summed_tiles
         for phase in self.role.phases():
-            for index in cutlass.range(phase.begin, phase.end, unroll=1):
-                self.role.visit(step, head, index, masked=phase.masked)
-                self.role.warp.empty(step, self.scale)
-                step = step + 1
+            if cutlass.const_expr(most is None):
+                for index in cutlass.range(phase.begin, phase.end, unroll=1):
+                    self.role.visit(step, head, index, masked=phase.masked)
+                    step = step + 1
+            else:
+                for begin in cutlass.range(phase.begin, phase.end, most, unroll=1):
+                    for index in cutlass.range(begin, cutlass.min(begin + most, phase.end), unroll=1):
+                        self.role.visit(step, head, index, masked=phase.masked)
+                        step = step + 1
+                    if step - emptied >= most:
+                        self.role.warp.empty(self.scale)
+                        emptied = step
         self.role.warp.end_head(member)
-        return step
+        return step, emptied
 
 
 @final

@@ -17,7 +17,7 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig, RoleBarrier
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
-from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, SUMMED_QUERIES, Products
+from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sums.head_sums import head_sums
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums, LaneKeys
@@ -73,7 +73,7 @@ class Warp:
         if DOUT in computed and state.score.drops:
             survival = cute.make_rmem_tensor((1,), Float32)
             survival.fill(1.0)
-        if products.adds_numbers:
+        if products.summed_tiles is not None:
             for which, acc in grads.items():
                 products.store_numbers(state, acc, which, add=False)
         return cls(products, reduce, state, grads, reduce.start(), sums, survival)
@@ -88,23 +88,11 @@ class Warp:
             ptx.sync_apart()
         self._finish_gradients(scale)
 
-    def empty(self, step: Int32, scale: Float32) -> None:
-        """Adds the role's gradients to global memory, and begins their sums anew, after each `SUMMED_QUERIES` queries.
-
-        Args:
-            step: how many tiles were visited before this one.
-            scale: the factor of a product q . k.
-        """
-        if not self.products.adds_numbers:
-            return
-        tiles = SUMMED_QUERIES // self.products.config.queries
-
-        def add() -> None:
-            self._finish_gradients(scale)
-            for acc in self.grads.values():
-                acc.fill(0.0)
-
-        cutlass.if_generate(step % tiles == tiles - 1, add)
+    def empty(self, scale: Float32) -> None:
+        """Adds the role's gradients to global memory, and begins their sums anew; `scale` is that of q . k."""
+        self._finish_gradients(scale)
+        for acc in self.grads.values():
+            acc.fill(0.0)
 
     def _finish_gradients(self, scale: Float32) -> None:
         back = 2.0 ** -gradient.log2_probability_factor(self.products.spec, self.products.config)
