@@ -50,19 +50,19 @@ def gemm(
     m_blocks, n_blocks, k_steps = shape
     # Each access to a register tensor is two operations to compile, so only the first and the last step access it.
     sums: dict[int, list[Float32]] = {}
+    # Blocks of columns whose products come between two terms of a result, which would wait for each other.
+    width = 4 if terms and m_blocks == 1 and n_blocks % 4 == 0 else 2
     for k in range(k_steps):
         a = [load_a(m, k) for m in range(m_blocks)]
-        for n in range(0, n_blocks, 2):
-            b = load_b(n, k)
-            for m in range(m_blocks):
-                for half in range(2):
-                    first = (m * n_blocks + n + half) * 4
-                    c = sums[first] if k else [acc[first + e] for e in range(4)]
-                    factors = [(a[m][i], b[j]) for i, j in terms] or [(a[m], b)]
-                    for left, right in factors:
-                        c = ptx.mma(left, right[2 * half : 2 * half + 2], c, dtype=dtype)
-                    sums[first] = c
-                    if k == k_steps - 1:
+        for n in range(0, n_blocks, width):
+            b = [load_b(n + i, k) for i in range(0, width, 2)]
+            blocks = [(m, i, (m * n_blocks + n + i) * 4) for m in range(m_blocks) for i in range(width)]
+            factors = [([x[i] for x in a], [x[j] for x in b]) for i, j in terms] or [(a, b)]
+            for term, (left, right) in enumerate(factors):
+                for m, i, first in blocks:
+                    c = sums[first] if k or term else [acc[first + e] for e in range(4)]
+                    sums[first] = ptx.mma(left[m], right[i // 2][i % 2 * 2 : i % 2 * 2 + 2], c, dtype=dtype)
+                    if k == k_steps - 1 and term == len(factors) - 1:
                         for e, x in enumerate(sums[first]):
                             acc[first + e] = x
 
