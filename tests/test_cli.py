@@ -33,6 +33,7 @@ from jax_fastattn.cli.main import build_parser, main
 from jax_fastattn.compilation import cache, failures, libraries, workers
 from jax_fastattn.ffi import call
 from jax_fastattn.kernels.architectures import ARCHITECTURES
+from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, forbids_tf32
 from jax_fastattn.kernels.choose import prepass_configs
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.support import unsupported_reasons
@@ -41,6 +42,7 @@ from jax_fastattn.spec import QKV
 ROOT = Path(__file__).parents[1]
 KEY = "ab" * 32
 SHAPE = ["--heads", "4/2", "--head-dim", "20", "--causal"]
+FLOAT32 = ["--heads", "8", "--head-dim", "64", "--dtype", "float32"]
 
 
 @pytest.fixture
@@ -231,6 +233,41 @@ def test_one_query_is_not_several() -> None:
     options = options_of("info", *SHAPE)
     (layer,) = shapes.layers(options).values()
     assert ", 1 query, 300 keys, " in shapes.describe(shapes.sized(layer, options, shapes.Size(2, 1, 300)))
+
+
+@pytest.mark.parametrize("setting", ["default", "tensorfloat32"])
+def test_float32_has_the_products_of_the_setting(setting: str) -> None:
+    """Without a length too, where calls of few queries have no kernel."""
+    with jax.default_matmul_precision(setting):
+        found = {spec for length in ([], ["--length", "4096"]) for spec in warm_specs("sm_90a", *FLOAT32, *length)}
+    assert {spec.products for spec in found if spec.op != "prepass"} == {PRECISIONS[setting]}
+
+
+def test_commands_follow_the_precision_that_is_set(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info_of_call = ["info", *FLOAT32, "--arch", "sm_90a"]
+    assert main(info_of_call) == 0
+    kind = f'{PRODUCTS_IN_WORDS["bf16x3"]}, since `jax.default_matmul_precision` is "default")'
+    assert kind in capsys.readouterr().out
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert main(info_of_call) == 0
+    kind = f'{PRODUCTS_IN_WORDS["half"]}, since `jax.default_matmul_precision` is "tensorfloat32")'
+    assert kind in capsys.readouterr().out
+    text = 'XLA path, because the precision of float32 products is "highest", since '
+    with jax.default_matmul_precision("highest"):
+        assert main(info_of_call) == 0
+        assert text + '`jax.default_matmul_precision` is "highest"; ' in capsys.readouterr().out
+        with pytest.raises(SystemExit):
+            main(["warmup", *FLOAT32, "--arch", "sm_90a"])
+        assert "such calls run no kernel on sm_90a: the precision" in capsys.readouterr().err
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    forbids_tf32.cache_clear()
+    try:
+        assert main(info_of_call) == 0
+    finally:
+        forbids_tf32.cache_clear()
+    assert text + "NVIDIA_TF32_OVERRIDE is 0 in the environment; " in capsys.readouterr().out
 
 
 def test_kernels_run_the_named_models_everywhere() -> None:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_fastattn import attention, explain
-from jax_fastattn.canonical.arguments import forbids_tf32
-from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, products_of
+from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, forbids_tf32, products_of
 from jax_fastattn.kernels.key import Products
 from jax_fastattn.ops.cuda.split import side_by_side
 
@@ -71,11 +70,15 @@ def test_a_setting_chooses(setting: str | None) -> None:
     if products is not None:
         family = "sm90" if products == "half" else "sm80"
         assert found.kernel == f"sm90 forward, {family} backward"
-        assert found.variant is not None and found.variant.endswith(PRODUCTS_IN_WORDS[products])
+        rule = f'`jax.default_matmul_precision` is "{setting or "default"}"'
+        assert found.variant is not None and found.variant.endswith(f"; {PRODUCTS_IN_WORDS[products]}, since {rule}")
     else:
         assert found.implementation == "xla"
         kinds = " or ".join(PRODUCTS_IN_WORDS.values())
-        assert found.reasons[0] == f'the precision of float32 products is "{setting}"; the kernels have {kinds}'
+        assert found.reasons[0] == (
+            f'the precision of float32 products is "{setting}", since `jax.default_matmul_precision` is "{setting}"; '
+            f"the kernels have {kinds}"
+        )
         assert "set `jax.default_matmul_precision`" in found.advice
 
 
@@ -124,7 +127,9 @@ def test_a_call_follows_the_setting_of_its_trace() -> None:
 @pytest.mark.usefixtures("_gpu", "no_tf32")
 def test_an_environment_without_tf32_counts_as_highest() -> None:
     found = explain(X, X, X)
-    assert found.reasons[0].startswith('the precision of float32 products is "highest"')
+    rule = "since NVIDIA_TF32_OVERRIDE is 0 in the environment"
+    assert found.reasons[0].startswith(f'the precision of float32 products is "highest", {rule}; ')
+    assert "(unset NVIDIA_TF32_OVERRIDE, or cast query, key and value to bfloat16)" in str(found)
 
 
 @pytest.mark.usefixtures("_gpu")

@@ -7,8 +7,6 @@ Each reshape is next to its inverse, and `restore` applies the inverses to the r
 
 from __future__ import annotations
 
-import functools
-import os
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +15,7 @@ import numpy as np
 
 from jax_fastattn import _compat
 from jax_fastattn.canonical import validation
+from jax_fastattn.kernels.arguments.precision import forbids_tf32
 from jax_fastattn.layouts.paged import PagedOperands
 from jax_fastattn.limits import UNBOUNDED
 from jax_fastattn.programs.function import Program
@@ -58,7 +57,7 @@ def resolve(
         logits_soft_cap=logits_soft_cap,
         deterministic=validation.check_flag("deterministic", deterministic),
         implementation=implementation,
-        precision=_precision(operands.query.dtype),
+        precision=matmul_precision(operands.query.dtype),
         present=operands.present(),
         score_mod=score_mod,
         mask_mod=mask_mod,
@@ -67,8 +66,8 @@ def resolve(
     return spec, operands
 
 
-def _precision(dtype: Any) -> str:
-    """Returns the precision of products that JAX is set to when a call is traced.
+def matmul_precision(dtype: Any) -> str:
+    """Returns the precision of products that JAX is set to now, which is when a call is traced.
 
     The call may be lowered and differentiated under another setting. Products of 16-bit operands are exact at any
     precision, and a higher one would only slow them down.
@@ -77,12 +76,6 @@ def _precision(dtype: Any) -> str:
         return "default"
     setting: str | None = jax.config.jax_default_matmul_precision  # pyright: ignore (settings are made at run time)
     return "highest" if forbids_tf32() else setting or "default"
-
-
-@functools.cache
-def forbids_tf32() -> bool:
-    """Returns whether the environment forbids TF32. It is read once, as NVIDIA's libraries read it."""
-    return os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
 
 
 def checked(name: str, x: Any, kind: str) -> jax.Array:

@@ -9,7 +9,10 @@ import dataclasses
 import re
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
+
 from jax_fastattn.canonical import validation
+from jax_fastattn.canonical.arguments import matmul_precision
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.coverage import COVERAGE
 from jax_fastattn.cases.models import MODELS, layers_by_name
@@ -95,8 +98,8 @@ def layers(options: argparse.Namespace) -> dict[str, Case]:
     if options.packed and (names := [name for name in operands if name in ("bias", *_UNPACKED)]):
         raise UsageError(f"attention_varlen, and so --packed, has no {', '.join(names)}; leave out --packed or these")
     found = _models(options.model) if options.model else {"call": _own_shape(options)}
-    more = {"dtype": options.dtype, "deterministic": options.deterministic}
-    return {name: dataclasses.replace(case, **more) for name, case in found.items()}
+    more = {"deterministic": options.deterministic, "precision": matmul_precision(jnp.dtype(options.dtype))}
+    return {name: dataclasses.replace(case, dtype=options.dtype, **more) for name, case in found.items()}
 
 
 def describes_call(options: argparse.Namespace) -> bool:

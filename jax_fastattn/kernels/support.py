@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED, UNTIMED, shared_memory_limit
-from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, PRODUCTS_IN_WORDS, products_of
+from jax_fastattn.kernels.arguments.precision import NARROW_HEAD_DIM, PRODUCTS_IN_WORDS, forbids_tf32, products_of, rule
 from jax_fastattn.kernels.bias_shapes import bias_kind
 from jax_fastattn.kernels.choose import (
     forward_spec,
@@ -73,6 +73,13 @@ _REMEDIES: dict[Kind, str] = {
     "symbolic": 'export one program for each set of sizes, or pass `implementation="xla"`',
 }
 
+
+def _remedy(kind: Kind) -> str:
+    if kind == "precision" and forbids_tf32():
+        return "unset NVIDIA_TF32_OVERRIDE, or cast query, key and value to bfloat16"
+    return _REMEDIES.get(kind, "")
+
+
 # A word of dropout is drawn for rows of a block of this many, see `dropout.py`.
 WORD_ROWS = 16
 
@@ -104,8 +111,8 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
         (
             problem.dtype not in DTYPES or products_of(problem.dtype, problem.spec.precision) is not None,
             "precision",
-            f'the precision of float32 products is "{problem.spec.precision}"; the kernels have '
-            + " or ".join(PRODUCTS_IN_WORDS.values()),
+            f'the precision of float32 products is "{problem.spec.precision}", since {rule(problem.spec.precision)}; '
+            f"the kernels have {' or '.join(PRODUCTS_IN_WORDS.values())}",
         ),
         *(
             (size <= most, "head_dim", f"`{name}` has head dim {size}; the kernels take at most {most}{where}")
@@ -126,7 +133,7 @@ def unsupported_reasons(problem: Problem, arch: str | None) -> list[Reason]:
     ]
     if "dropout" in problem.spec.present:
         checks += _dropout_checks(problem)
-    found = [Reason(kind, text, _REMEDIES.get(kind, "")) for is_met, kind, text in checks if not is_met]
+    found = [Reason(kind, text, _remedy(kind)) for is_met, kind, text in checks if not is_met]
     found += [Reason("score_mod", *why) for why in _score_mod_reasons(packed, longest)]
     found += [Reason("mask_mod", *why) for why in _mask_mod_reasons(packed)]
     if problem.spec.mask_mod is not None and arch and not found and not _mask_mod_bits_fit(problem, arch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_fastattn import ffi
-from jax_fastattn.kernels.arguments.precision import PRODUCTS_IN_WORDS
+from jax_fastattn.kernels.arguments.precision import PRODUCTS_IN_WORDS, rule
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
 from jax_fastattn.kernels.support import (
@@ -49,7 +49,7 @@ class Explanation:
             which have no gradient; None on the XLA path.
         tile: tile sizes of these kernels, in words; None on the XLA path.
         variant: which kernels of the families run, how dq is added up, and the products of float32 operands with their
-            error class, in words; None on the XLA path.
+            error class and the rule that chose them, in words; None on the XLA path.
         reasons: every reason why the CUDA kernels are not taken; empty if they are.
         advice: the reasons in one text, each with what to do instead; empty if the CUDA kernels are taken.
         note: caveats about the speed of the CUDA kernels on some GPUs, what is done with pages, what travels if a mesh
@@ -197,7 +197,9 @@ def _variant(problem: Problem, arch: str, *, has_gradient: bool) -> str:
     """Describes which kernels run, how dq is added up, and by which products float32 is multiplied."""
     words = _passes(problem, arch, has_gradient=has_gradient)
     products = forward_spec(problem, arch).products
-    return f"{words}; {PRODUCTS_IN_WORDS[products]}" if products in PRODUCTS_IN_WORDS else words
+    if products not in PRODUCTS_IN_WORDS:
+        return words
+    return f"{words}; {PRODUCTS_IN_WORDS[products]}, since {rule(problem.spec.precision)}"
 
 
 def _passes(problem: Problem, arch: str, *, has_gradient: bool) -> str:

@@ -7,6 +7,8 @@ Imports no DSL: tools and the support table read it on any machine.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Mapping
 
 from jax_fastattn.kernels.key import Products
@@ -52,6 +54,19 @@ def products_of(dtype: str, precision: str, *, takes_terms: bool = False) -> Pro
         return "native"
     products = PRECISIONS.get(precision) if dtype == "float32" else None
     return "bf16x3" if products == "half" and takes_terms else products
+
+
+@functools.cache
+def forbids_tf32() -> bool:
+    """Returns whether the environment forbids TF32. It is read once, as NVIDIA's libraries read it."""
+    return os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+
+
+def rule(precision: str) -> str:
+    """Says what has chosen the precision of a call in float32."""
+    if precision == "highest" and forbids_tf32():
+        return "NVIDIA_TF32_OVERRIDE is 0 in the environment"
+    return f'`jax.default_matmul_precision` is "{precision}"'
 
 
 def head_dim_multiple(dtype: str) -> int:
