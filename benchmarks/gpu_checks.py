@@ -157,7 +157,7 @@ def main() -> None:
         "arch": options.arch,
         "suite": [],
         "sanitizer": {},
-        "sanitizer_cases": options.tool_cases or [*CASES, *FEW, f"wild draws of seed {WILD_SEED}"],
+        "sanitizer_cases": options.tool_cases or [*CASES, *FEW, "float32", f"wild draws of seed {WILD_SEED}"],
     }
 
     def write() -> None:
@@ -184,6 +184,7 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from testing import draws
     from testing.cases.biases import BIASES
     from testing.cases.few_queries import FEW_QUERIES
+    from testing.cases.float32 import FLOAT32
     from testing.cases.gpu import GPU_CASES
     from testing.cases.hidden_rows import HIDDEN_ROWS
 
@@ -198,8 +199,8 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
         cases += test_gpu.combined_draws(seed)
     specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
-    few = [FEW_QUERIES[name] for name in FEW]
-    sanitized = kernel_specs([*few, *(case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES)], arch)
+    more = [*(FEW_QUERIES[name] for name in FEW), *FLOAT32.values()]
+    sanitized = kernel_specs([*more, *(case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES)], arch)
     specs |= {dataclasses.replace(spec, dlse=spec.op == "backward"): None for spec in sanitized}
     if arch == "sm_90a":  # its portable kernels have tests too
         portable = kernel_specs([*HIDDEN_ROWS.values(), *FEW_QUERIES.values()], "sm_80")
@@ -327,6 +328,7 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
     from testing.borrow import borrow
     from testing.cases.biases import BIASES
     from testing.cases.few_queries import FEW_QUERIES
+    from testing.cases.float32 import FLOAT32
     from testing.cases.gpu import GPU_CASES
     from testing.pages import paged_arguments
     from testing.poison import poison
@@ -342,7 +344,7 @@ def run_cases(arch: str | None, part: int, parts: int, words: list[str] | None =
 
     evaluate = jax.jit(lambda spec, *arrays: compare.evaluate(attention, spec, *arrays), static_argnums=0)
     pages = {FEW_QUERIES[name]: page for name, page in FEW.items()}
-    cases = [case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES]
+    cases = [case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES] + [*FLOAT32.values()]
     wild = wild_draws()
     chosen = [case for case in [*pages, *cases, *wild] if words is None or any(word in str(case) for word in words)]
     for case in chosen[part::parts]:

@@ -5,6 +5,7 @@
     python benchmarks/jax_nn.py --set gpu          # what the kernels do not take, and the XLA path where they do
     python benchmarks/jax_nn.py --set gpu-long     # the XLA path where logits take 4 GiB
     python benchmarks/jax_nn.py --set float32      # three products or one, next to jax.nn in the same precision
+    python benchmarks/jax_nn.py --set float32 --arch sm_90-a100 --rows b4-n16-d128-4k-full-default
     python benchmarks/jax_nn.py --set one-query    # one query over many keys: our kernel, our XLA path, jax.nn
     python benchmarks/jax_nn.py --set cpu
     python benchmarks/jax_nn.py --set cpu-d128     # the default scale is no power of two, see `Blocks.rounded`
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -63,6 +65,7 @@ def on_a_cpu(whole: int) -> Callable[..., Any]:
     return call
 
 
+PRESETS = ("BF16_BF16_F32_X3", "highest")
 KERNELS, OUR_XLA, CHOSEN, THEIRS = "jax_fastattn-cuda", "jax_fastattn-xla", "jax_fastattn", "jax.nn-xla"
 WHOLE, CHUNKS = "at-once", "in-chunks"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -175,22 +178,29 @@ _SQUARE = {
     for is_causal in (False, True)
     for dtype, implementations in (("bfloat16", _GPU_IMPLEMENTATIONS), ("float32", (OUR_XLA, THEIRS)))
 }
-_FLOAT32 = {
-    f"b4-n16-d{head_dim}-{length // 1024}k-{'causal' if is_causal else 'full'}-{precision or 'default'}": Row(
-        4,
-        16,
-        length,
-        head_dim,
-        "float32",
-        is_causal=is_causal,
-        precision=precision,
-        implementations=_GPU_IMPLEMENTATIONS,
-    )
-    for precision in (None, "tensorfloat32")
-    for length in (1024, 4096)
-    for head_dim in (64, 128)
-    for is_causal in (False, True)
-}
+
+
+def _float32(precision: str | None, length: int, head_dim: int, *, is_causal: bool, **more: Any) -> dict[str, Row]:
+    """One row of 16 query heads, by its name. With "highest" there is no kernel."""
+    found = Row(4, 16, length, head_dim, "float32", is_causal=is_causal, precision=precision)
+    found = replace(found, implementations=_GPU_IMPLEMENTATIONS[precision == "highest" :], **more)
+    size = f"{length // 1024}k" if length >= 1024 else f"{length}"
+    groups = f"-k{found.kv_heads}" if found.kv_heads else ""
+    mask = "causal" if is_causal else "full"
+    return {f"b{found.batch}-n16{groups}-d{head_dim}-{size}-{mask}-{precision or 'default'}": found}
+
+
+def _float32_rows() -> dict[str, Row]:
+    """The settings that differ on a GPU, with lengths, head dims and groups."""
+    found: dict[str, Row] = {}
+    for precision, is_causal in itertools.product((None, "tensorfloat32", *PRESETS), (False, True)):
+        for length, head_dim in ((1024, 64), (1024, 128), (4096, 64), (4096, 128), (512, 128), (1024, 256)):
+            found |= _float32(precision, length, head_dim, is_causal=is_causal)
+        found |= _float32(precision, 8192, 128, is_causal=is_causal, batch=1)
+        found |= _float32(precision, 4096, 128, is_causal=is_causal, kv_heads=4)
+    return found
+
+
 _BATCHES_OF_ONE_QUERY = [(1, 1024), (1, 4096), (1, 16384), (1, 131072), (2, 32768), (4, 4096), (4, 32768)]
 _BATCHES_OF_ONE_QUERY += [(8, 2048), (8, 16384), (16, 2048), (16, 16384), (32, 2048), (32, 8192), (64, 8192)]
 SETS = {
@@ -209,7 +219,7 @@ SETS = {
         "float32-4k-causal": Row(4, 16, 4096, dtype="float32", is_causal=True),
         "bfloat16-d128-2k-causal": Row(16, 16, 2048, 128, is_causal=True),
     },
-    "float32": _FLOAT32,
+    "float32": _float32_rows(),
     "one-query": {
         f"one-query-{batch}x{length // 1024}k{'-lengths' * has_lengths}": replace(
             _ONE, batch=batch, length=length, seen=length if has_lengths else None
@@ -235,9 +245,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each time (default: 7)")
     parser.add_argument("--measurement-ms", type=float, default=10.0, help="the least length of one (default: 10)")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/jax-nn-<date>-<device>.jsonl")
+    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     options = parser.parse_args(argv)
-    context = describe_run(options.commit)
+    if options.arch:
+        from testing.borrow import borrow  # tests are importable since `run` is imported
+
+        borrow(options.arch)
+    context = describe_run(options.commit) | {"arch": options.arch}
     output = options.output or RESULTS / f"jax-nn-{context['date'][:10]}-{slug(context['gpu'])}.jsonl"
     rows, begun = {name: SETS[options.set][name] for name in options.rows or SETS[options.set]}, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 2, 1)) as pool:
