@@ -12,9 +12,12 @@ from typing import Any
 import calls
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import attention, explain
+from jax_fastattn import attention, explain, ring_attention
 from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, forbids_tf32, products_of
 from jax_fastattn.kernels.key import Products
 from jax_fastattn.ops.cuda.split import side_by_side
@@ -140,6 +143,30 @@ def test_operands_are_split_and_padded_once() -> None:
     operands, _, results = launch.partition("->")
     assert operands.count("tensor<2x129x3x128xbf16>") == 3
     assert "tensor<2x129x3x64xf32>" in results and "bf16" not in results
+
+
+@pytest.mark.usefixtures("_gpu")
+@pytest.mark.parametrize("name", ["heads", "ring"])
+def test_devices_of_a_mesh_split_their_operands(name: str) -> None:
+    """Both passes, with heads or rows on two devices each. A device that lacks a neighbor's keys receives float32."""
+    x = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.float32)
+    axes = P(None, None, "x") if name == "heads" else P(None, "x")
+
+    def share(x: jax.Array) -> jax.Array:
+        if name == "heads":
+            return attention(x, x, x, is_causal=True)
+        return ring_attention(x, x, x, axis_name="x", is_causal=True)
+
+    def loss(x: jax.Array) -> jax.Array:
+        mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+        return jax.shard_map(share, mesh=mesh, in_specs=axes, out_specs=axes)(x).sum()
+
+    text = calls.cuda_text(jax.grad(loss), x)
+    launches = [line for line in text.splitlines() if "stablehlo.custom_call @jax_fastattn_launch" in line]
+    kernels = [line for line in launches if "x128xbf16>" in line]
+    assert len(kernels) >= 2
+    assert all("x64xf32>" in line.partition("->")[2] for line in kernels)
+    assert all("bf16" not in line for line in text.splitlines() if "collective_permute" in line)
 
 
 @pytest.mark.usefixtures("_gpu")
