@@ -187,13 +187,14 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from testing.cases.float32 import FLOAT32
     from testing.cases.gpu import GPU_CASES
     from testing.cases.hidden_rows import HIDDEN_ROWS
+    from testing.cases.long_rows import LONG_ROWS
 
     from jax_fastattn import ffi
     from jax_fastattn.cases.kernels import kernel_specs
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
 
-    cases = [*GPU_CASES, *BIASES.values(), *wild_draws(), *test_gpu.model_calls()]
+    cases = [*GPU_CASES, *BIASES.values(), *LONG_ROWS, *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
         cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)

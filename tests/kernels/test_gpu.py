@@ -24,6 +24,7 @@ from testing.cases.biases import BIASES
 from testing.cases.few_queries import FEW_QUERIES
 from testing.cases.gpu import GPU_CASES
 from testing.cases.hidden_rows import HIDDEN_ROWS
+from testing.cases.long_rows import LONG_ROWS
 from testing.poison import poison
 
 import jax_fastattn
@@ -222,6 +223,12 @@ def test_biases(case: Case, expectations: dict[Case, Future[Any]]) -> None:
 
 def test_random_combinations(case: Case, expectations: dict[Case, Future[Any]]) -> None:
     """Calls that `--seed` draws in which two or three features meet, each run twice."""
+    _check_twice(case, expectations)
+
+
+@pytest.mark.parametrize("case", LONG_ROWS, ids=str)
+def test_long_rows_of_float16(case: Case, expectations: dict[Case, Future[Any]]) -> None:
+    """Gradients of logits would underflow there, and every second call has small cotangents; each run twice."""
     _check_twice(case, expectations)
 
 

@@ -80,7 +80,7 @@ LARGE = Sizes(
 # These sizes are for kernels in the emulators, which take seconds for a tile.
 EMULATED = dataclasses.replace(
     LARGE,
-    dtypes=("bfloat16", "float32"),
+    dtypes=("bfloat16", "float32", "float16"),
     head_dims=(64,),
     value_head_dims=((40, 68),),
     rows=(97, 200),
