@@ -5,17 +5,27 @@
 from __future__ import annotations
 
 import collections
+import functools
+import tomllib
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pytest
+
+# A `whole` function with more cases than that runs one case in three: that of few cases stays whole.
+MOST_WHOLE = 20
+LARGE_WHOLE = 3
 
 
 def sampled(items: Sequence[pytest.Item], sample: int, turn: int, mainly: Collection[str] = ()) -> list[bool]:
     """Returns whether each item runs. A function has at least one case that does.
 
+    A case that has to notice a planted fault runs in each turn, unless `mainly` leaves it out.
+
     Args:
         items: the cases that were found, those of a function in their order.
-        sample: of functions marked `slow` or `numbers`, and not `whole`, one case in so many runs.
+        sample: of functions marked `slow` or `numbers`, and not `whole`, one case in so many runs. Of `whole`
+            functions with more than `MOST_WHOLE` cases one in `LARGE_WHOLE` runs, and all cases of other ones.
         turn: any number; each one takes other cases.
         mainly: files, relative to the root of the repository; of each function of another file one case runs. All
             files count if it is empty.
@@ -25,15 +35,26 @@ def sampled(items: Sequence[pytest.Item], sample: int, turn: int, mainly: Collec
     found = []
     for item, function in zip(items, functions, strict=True):
         is_other = mainly and function.partition("::")[0] not in mainly
-        one_in = counts[function] if is_other else min(_one_in(item, sample), counts[function])
-        found.append((cases[function] + turn) % one_in == 0)
+        one_in = counts[function] if is_other else min(_one_in(item, counts[function], sample), counts[function])
+        found.append((cases[function] + turn) % one_in == 0 or (not is_other and item.nodeid in planted()))
         cases[function] += 1
     return found
 
 
-def _one_in(item: pytest.Item, sample: int) -> int:
-    """Of how many cases of the item's function one is in the sample."""
-    return sample if {"numbers", "slow"} & {*item.keywords} and "whole" not in item.keywords else 1
+@functools.cache
+def planted() -> frozenset[str]:
+    """Returns the node ids of the cases that have to notice a planted fault."""
+    rows = tomllib.loads((Path(__file__).parent / "planted" / "faults.toml").read_text()).values()
+    return frozenset(case for row in rows for case in row["cases"])
+
+
+def _one_in(item: pytest.Item, count: int, sample: int) -> int:
+    """Of how many cases of the item's function, which has `count`, one is in the sample."""
+    if not {"numbers", "slow"} & {*item.keywords}:
+        return 1
+    if "whole" in item.keywords:
+        return min(LARGE_WHOLE, sample) if count > MOST_WHOLE else 1
+    return sample
 
 
 def left_out(items: Sequence[pytest.Item], sample: int) -> dict[tuple[str, str, str], float]:
@@ -44,11 +65,12 @@ def left_out(items: Sequence[pytest.Item], sample: int) -> dict[tuple[str, str, 
     """
     functions: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if not {"gpu", "multi_gpu", "gpu_compiler", "every_arch"} & {*item.keywords} and _one_in(item, sample) > 1:
+        if not {"gpu", "multi_gpu", "gpu_compiler", "every_arch"} & {*item.keywords}:
             functions[item.nodeid.partition("[")[0]].append(item)
     found = collections.Counter[tuple[str, str, str]]()
     for function, cases in functions.items():
-        if len(cases) < 2 * sample:
+        one_in = min(_one_in(case, len(cases), sample) for case in cases)
+        if one_in == 1 or len(cases) < 2 * one_in:
             continue
         values = [{(name, repr(x)) for name, x in case.callspec.params.items()} for case in cases]  # pyright: ignore[reportAttributeAccessIssue]
         counts = collections.Counter(value for of_case in values for value in of_case)

@@ -82,7 +82,7 @@ def test_all_checks_run_on_all_cores(tmp_path: Path) -> None:
     # The newest environment leaves nothing out; the oldest what no version of JAX can change, and most cases of others.
     assert not {"--ignore", "--deselect", "--sample", "-k", "-m"} & set(newest)
     assert not {"--deselect", "-k", "-m"} & set(oldest)
-    assert options(oldest, "--sample") == ["7"]
+    assert options(oldest, "--sample") == ["11"]
     (mainly,) = options(oldest, "--mainly")
     assert {"tests/test_grad.py", "tests/ring/test_ring_automatic.py", "tests/integrations/test_flax.py"} < {
         *mainly.split(",")
@@ -103,7 +103,7 @@ def test_ci_leaves_out_cases_alone(tmp_path: Path) -> None:
     (newest, *_), (every_newest, *_) = calls.pop("newest/pytest"), every.pop("newest/pytest")
     assert newest[: len(every_newest)] == every_newest
     sample = newest[len(every_newest) :]
-    assert sample == ["--sample", "7", "--turn", str(0x1234567)]
+    assert sample == ["--sample", "11", "--turn", str(0x1234567)]
     (oldest, *_), (every_oldest, *_) = calls.pop("oldest/pytest"), every.pop("oldest/pytest")
     assert [x for x in oldest if x not in sample] == [x for x in every_oldest if x not in sample]
     assert oldest[oldest.index("--sample") :][:4] == sample

@@ -51,6 +51,21 @@ def test_whole_functions_and_cheap_ones_have_every_case(keywords: tuple[str, ...
     assert len(run(cases("test_a.py::test_x", keywords, number=range(9)), 7, 0)) == count
 
 
+def test_large_whole_functions_have_one_case_in_three() -> None:
+    items = cases("test_a.py::test_x", ("slow", "whole"), number=range(21))
+    turns = [run(items, 11, turn) for turn in range(3)]
+    assert [len(turn) for turn in turns] == [7, 7, 7]
+    assert len({x for turn in turns for x in turn}) == 21
+
+
+def test_cases_of_planted_faults_run_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = cases("test_a.py::test_x", number=range(22))
+    monkeypatch.setattr(sampling, "planted", lambda: {items[5].nodeid})
+    for turn in range(11):
+        assert items[5].nodeid in run(items, 11, turn)
+    assert sum(items[5].nodeid in run(items, 11, turn, ["tests/test_b.py"]) for turn in range(22)) == 1
+
+
 def test_functions_of_other_files_have_one_case() -> None:
     items = [x for name in ("a", "b") for x in cases(f"test_{name}.py::test_x", (), number=range(9))]
     for turn in (0, 5, 123456):

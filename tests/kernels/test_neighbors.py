@@ -50,6 +50,7 @@ def alone(b: int, sizes: Sizes = SIZES) -> Sizes:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FORWARD)
 def test_a_batch_entry_has_the_bits_that_it_has_alone(family: Family) -> None:
     spec = key("forward", family, **BOUNDS)
@@ -81,6 +82,7 @@ def few_queries(family: Family, page: int = 0, queries: int = 1) -> tuple[Kernel
     return dataclasses.replace(spec, config=dataclasses.replace(spec.config, portion=2)), sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("family", FORWARD)
 def test_few_queries_of_a_batch_entry_have_the_bits_that_they_have_alone(family: Family, page: int) -> None:
@@ -95,6 +97,7 @@ def test_few_queries_of_a_batch_entry_have_the_bits_that_they_have_alone(family:
             np.testing.assert_array_equal(found[name], x[b : b + 1], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FORWARD)
 def test_queries_have_the_bits_that_they_have_one_at_a_time(family: Family) -> None:
     """As proposed tokens have that are checked at once. The first one sees one portion, and its log-sum-exp is rounded
@@ -112,6 +115,7 @@ def test_queries_have_the_bits_that_they_have_one_at_a_time(family: Family) -> N
         np.testing.assert_allclose(found["lse"], together["lse"][:, i : i + 1], rtol=0 if i else 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "start"), [("sm90", 64), ("sm80", 128)])
 def test_a_chunk_of_a_prefill_has_the_bits_of_the_whole_one(family: Family, start: int) -> None:
     """It begins at a tile of queries, since rows of a warp rescale together. The arrays of keys are equally long."""
@@ -127,6 +131,7 @@ def test_a_chunk_of_a_prefill_has_the_bits_of_the_whole_one(family: Family, star
         np.testing.assert_array_equal(found[name], x[:, start:], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FORWARD)
 def test_a_packed_sequence_has_the_bits_that_it_has_at_another_place(family: Family) -> None:
     spec = key("forward", family, window_right=True, packed=True)

@@ -53,7 +53,8 @@ def test_tangents(family: Literal["sm80", "sm90"], name: str) -> None:
     emulated_tangent.check(*key(family, name))
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == "bounds" else pytest.mark.slow) for x in SPLIT])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_float32(arch: str, name: str) -> None:
     """By three products, whose results are float32."""

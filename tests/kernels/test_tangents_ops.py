@@ -66,6 +66,7 @@ def test_tangents(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None
     _compare(*_draw(dict(CASES[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("precision", ["default", "tensorfloat32"])
 def test_float32(precision: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
