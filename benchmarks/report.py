@@ -71,13 +71,32 @@ def load(folder: Path) -> dict[str, Records]:
     Records of the tiles of another card are left out. Each record names its file.
     """
     found: dict[str, Records] = {}
-    for path in sorted(folder.glob("20*.jsonl")):
+    for key, record in load_files(sorted(folder.glob("20*.jsonl"))).items():
+        found.setdefault(record["gpu"], {})[key[:3]] = record
+    return found
+
+
+def load_files(paths: Sequence[Path]) -> dict[tuple[str, str, str, str], dict[str, Any]]:
+    """Returns the records of some files by case, mode, implementation and GPU; the last one counts."""
+    found = {}
+    for path in paths:
         for line in path.read_text().splitlines():
             record = json.loads(line)
             if not record.get("arch"):
-                key = record["case"], record["mode"], record["impl"]
-                found.setdefault(record["gpu"], {})[key] = record | {"file": path.name}
+                key = record["case"], record["mode"], record["impl"], record["gpu"]
+                found[key] = record | {"file": path.name}
     return found
+
+
+def best_peer(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the record of the fastest peer with right results among records of a cell."""
+    peers = [x for x in records if not x["impl"].startswith("jax_fastattn") and "ms" in x and x["error"] is None]
+    return min(peers, key=lambda record: record["ms"]["p50"], default=None)
+
+
+def are_level(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Returns whether the times of two records overlap, from p20 to p80."""
+    return one["ms"]["p20"] <= other["ms"]["p80"] and other["ms"]["p20"] <= one["ms"]["p80"]
 
 
 def rows(records: Records, modes: Collection[str] = MODES) -> list[str]:
@@ -103,26 +122,31 @@ def decodes(case: str) -> bool:
     return case.startswith("decode")
 
 
-def cell(record: dict[str, Any] | None, best: float | None) -> str:
-    """Returns a figure, in bold if it is the best one; "-" if there is none to measure; else what went wrong."""
+def cell(record: dict[str, Any] | None, best: dict[str, Any] | None) -> str:
+    """Returns a figure, in bold if it is the best one or level with it; "-" if there is none to measure; else what went
+    wrong.
+    """
     if record is None or (record["error"] or "").startswith("Unsupported"):
         return "-"
     value = figure(record)
     if value is None:
         return "wrong" if record["error"].startswith("wrong") else "error"
     text = f"{value:.2f}" if decodes(record["case"]) else f"{value:.0f}"
-    return f"**{text}**" if value == best else text
+    return f"**{text}**" if best is not None and (record is best or are_level(record, best)) else text
 
 
 def row(case: str, records: Records, names: Sequence[str]) -> str:
-    """Returns a row of a table: forward / backward of each implementation, the best of each mode in bold."""
+    """Returns a row of a table: forward / backward of each implementation, and the commits of ours."""
     by_mode = []
     for mode in MODES:
         found = [records.get((case, mode, name)) for name in names]
-        best = max((value for value in map(figure, found) if value is not None), default=None)
+        right = [(value, i) for i, record in enumerate(found) if (value := figure(record)) is not None]
+        best = found[max(right)[1]] if right else None
         by_mode.append([cell(record, best) for record in found])
     cells = ["-" if {*pair} == {"-"} else " / ".join(pair) for pair in zip(*by_mode, strict=True)]
-    return f"| {case}{' (TB/s)' if decodes(case) else ''} | " + " | ".join(cells) + " |"
+    ours = [records.get((case, mode, "jax_fastattn")) for mode in MODES]
+    commits = dict.fromkeys(record["commit"][:7] for record in ours if record and record.get("commit"))
+    return f"| {case}{' (TB/s)' if decodes(case) else ''} | " + " | ".join([*cells, " / ".join(commits)]) + " |"
 
 
 def table(title: str, records: Records) -> str:
@@ -135,10 +159,10 @@ def table(title: str, records: Records) -> str:
         f"### {title}",
         "",
         f"Cells have {unit}, forward / backward; higher is better. Dates: {period}.",
-        "`-` means that it was not measured or is not supported. Each figure is of its latest run: rows may mix runs.",
+        "Bold figures are the best of a mode, or level with it: times overlap from p20 to p80. `-` stands for no figure.",
         "",
-        "| case | " + " | ".join(names) + " |",
-        "|---|" + "---:|" * len(names),
+        "| case | " + " | ".join([*names, "commit of ours"]) + " |",
+        "|---|" + "---:|" * len(names) + "---|",
         *(row(case, records, names) for case in rows(records)),
     ]
     return "\n".join(lines)

@@ -7,6 +7,7 @@
     python benchmarks/run.py --cases d128-causal-4k --implementations jax_fastattn jax.nn-cudnn --modes backward
     python benchmarks/run.py --set models --prepare --processes 32    # its kernels, with no GPU
     python benchmarks/run.py --set models --gpus 4                    # a process for each GPU, which share the cases
+    python benchmarks/run.py --set close --check pair --best-of RECORD.jsonl   # close cells, next to who led there
 
 A record is a case, an implementation and a mode; what cannot run, is not installed or gives wrong results is a record
 with its error. docs/measurements.md says what the fields mean and how times are taken.
@@ -32,26 +33,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from cases import CASES, FLOP_FORMULA, SETS, cut, flops
+from cases import CASES, CLOSE, FLOP_FORMULA, SETS, flops
+from checked import Checked, assert_alike
+from clocks import clocks
 from peers import IMPLEMENTATIONS, Attend, Unsupported
-from report import MODES, RESULTS, slug
+from report import MODES, RESULTS, are_level, best_peer, load_files, slug
+from testing.combinations import wanted
 
 import jax_fastattn
 from jax_fastattn.cases.case import Case
 from jax_fastattn.ops import dispatch
-from jax_fastattn.reference import attention_reference
-from jax_fastattn.spec import DIFFERENTIABLE, OPERANDS, AttentionSpec, Operands
+from jax_fastattn.spec import Operands
 
-# Scripts that import this one find `testing` there, too.
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from testing.combinations import wanted
-from testing.compare import Results, assert_within_budget, evaluate, same_dtype_attention
-
-# Logits of what is checked, in float32.
-CHECKED_BYTES = 1 << 31
-QUERIED = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+CHECKS = ("each", "pair", "none")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -62,6 +56,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--best-of", nargs="+", type=Path, metavar="RECORD", help="of peers only the fastest of a cell in these records"
+    )
+    parser.add_argument(
+        "--check",
+        choices=CHECKS,
+        default="each",
+        help="each result by the rule of the tests, or by a comparison with the first one of its cell (default: each)",
+    )
     parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="after which no case is begun")
     parser.add_argument(
         "--rounds", type=int, default=3, help="turns of each implementation, there and back (default: 3)"
@@ -111,18 +114,22 @@ def main(argv: list[str] | None = None) -> None:
     output = options.output or default_output(context)
     output.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    before = load_files(options.best_of or [])
     for i, name in enumerate(names):
         if time.monotonic() - started > options.budget_seconds:
             print(f"out of time: {', '.join(names[i:])} left out")
             break
-        records = []
-        for record in measure_case(name, CASES[name], options):
+        records, begun = [], time.monotonic()
+        modes = [mode for mode in options.modes if options.set != "close" or options.cases or mode in CLOSE[name]]
+        chosen = {mode: implementations(name, mode, options.implementations, before) for mode in modes}
+        for record in measure_case(name, CASES[name], chosen, options):
             with output.open("a") as file:
                 file.write(json.dumps(record | context) + "\n")
             print(summary(record), flush=True)
             records.append(record)
-        for mode in options.modes:
+        for mode in modes:
             print(lead(name, [record for record in records if record["mode"] == mode]), flush=True)
+        print(f"{name:34} took {time.monotonic() - begun:.1f} s", flush=True)
     print(f"records are in {output}")
 
 
@@ -156,20 +163,41 @@ def share(script: str, option: str, names: list[str], gpus: int, arguments: list
         sys.exit(f"{len(codes)} of {len(processes)} processes failed")
 
 
-def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The records of one case, on the same operands."""
+def implementations(case: str, mode: str, names: list[str], before: dict[Any, dict[str, Any]]) -> list[str]:
+    """Returns who is measured in a cell: of peers the one that led in earlier records, or all if there are none."""
+    found = [record for key, record in before.items() if key[:2] == (case, mode) and key[2] in names]
+    best = best_peer(found)
+    return [name for name in names if best is None or name.startswith("jax_fastattn") or name == best["impl"]]
+
+
+def measure_case(
+    name: str, case: Case, chosen: dict[str, list[str]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The records of one case, on the same operands; of each mode those of the chosen implementations."""
     operands_key, cotangent_key = jax.random.split(jax.random.key(2026))
     operands = jax.jit(case.operands)(operands_key)
     dout, _ = case.cotangents(cotangent_key)
     checked = Checked(case, operands, dout)
-    for mode in options.modes:
-        records, timed = [], []
-        for implementation in options.implementations:
+    for mode, names in chosen.items():
+        records, timed, first = [], [], None
+        for implementation in names:
             record: dict[str, Any] = {"case": name, "problem": str(case), "impl": implementation, "mode": mode}
             record |= {"version": IMPLEMENTATIONS[implementation].version(), "flops": flops(case, mode), "error": None}
             records.append(record)
+            begun = time.monotonic()
             try:
-                timed.append((record, *checked_call(record, case, checked, operands, dout)))
+                call, arrays = prepared(record, case, operands, dout)
+                result = jax.block_until_ready(jax.tree.map(as_jax, call(*arrays)))
+                record["seconds"] = {"compiling": round(time.monotonic() - begun, 2)}
+                begun = time.monotonic()
+                if options.check == "each":
+                    record |= checked.outcome(result, mode)
+                elif options.check == "pair":
+                    first = first or (implementation, result)
+                    record |= assert_alike(result, *first)
+                record["seconds"]["checking"] = round(time.monotonic() - begun, 2)
+                record["check"] = options.check
+                timed.append((record, call, arrays))
             except Exception as error:  # whatever a peer raises is its record
                 record["error"] = f"{type(error).__name__}: {error}"[:500]
         for (record, call, arrays), times in zip(timed, by_turns([x[1:] for x in timed], options), strict=True):
@@ -179,18 +207,16 @@ def measure_case(name: str, case: Case, options: argparse.Namespace) -> Iterator
         yield from records
 
 
-def checked_call(
-    record: dict[str, Any], case: Case, checked: Checked, operands: Operands, dout: jax.Array
+def prepared(
+    record: dict[str, Any], case: Case, operands: Operands, dout: jax.Array
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is timed for a record and its arguments, after a run whose errors the record gets."""
+    """What is timed for a record and its arguments."""
     if record["version"] is None:
         raise Unsupported("not installed")
     peer = IMPLEMENTATIONS[record["impl"]]
-    call, arrays = (peer.compiled or partial(compiled, peer.attend))(case, operands, dout, record["mode"])
-    record |= checked.outcome(jax.tree.map(as_jax, call(*arrays)), record["mode"])
     if record["impl"].startswith("jax_fastattn"):
         record["ran"] = explained(peer.attend, case, operands)
-    return call, arrays
+    return (peer.compiled or partial(compiled, peer.attend))(case, operands, dout, record["mode"])
 
 
 def compiled(
@@ -267,96 +293,6 @@ def calibrated(call: Callable[..., Any], arrays: tuple[Any, ...], measurement_ms
     return calls
 
 
-class Checked:
-    """What results must be: found once per case, on the first heads (and as many batch entries as memory allows).
-
-    The rule is that of the tests (`testing.compare`): the error may be twice that of the same arithmetic
-    in the dtype of the case. The oracle is jax.nn's XLA path in float32, or the executable specification where jax.nn
-    lacks a feature; for packed sequences our XLA path, in float32 for the oracle.
-    """
-
-    def __init__(self, case: Case, operands: Operands, dout: jax.Array) -> None:
-        logits = 4 * case.group * case.query_length * case.key_length
-        self.case = cut(case, min(case.batch, max(CHECKED_BYTES // logits, 1)))
-        self.is_whole_batch = self.case.batch == case.batch
-        given = {name: x for name, x in operands._asdict().items() if x is not None}
-        by_head = {f"d{name}": given[name].shape[1] for name in ("bias", "sinks") if name in given}
-        self.sums_over_heads = {name for name, heads in by_head.items() if heads < operands.query.shape[2]}
-        self.operands = Operands(**{name: self.cut(x, OPERANDS[name].letters) for name, x in given.items()})
-        self.dout = self.cut(dout, "BTND")
-        self.expected: tuple[Results, Results] | None = None
-
-    def cut(self, x: jax.Array, axes: str) -> jax.Array:
-        """The part of an array that is checked; broadcast axes stay."""
-        kept = {"B": self.case.batch, "N": self.case.group, "K": 1}
-        return x[tuple(slice(kept.get(axis)) for axis in axes[: x.ndim])]
-
-    def outcome(self, found: Any, mode: str) -> dict[str, Any]:
-        """What is wrong with the results of a case, None when they are right, and each error over the baseline's."""
-        if self.expected is None:
-            arrays = self.operands, self.dout
-            self.expected = jax.jit(self.oracle)(*arrays), jax.jit(self.baseline)(*arrays)
-        oracle, baseline = (self.select(x, mode) for x in self.expected)
-        if mode == "forward":
-            actual = Results(self.cut(found, "BTND"), None)
-        else:
-            gradients = {f"d{name}": self.cut(x, OPERANDS[name].letters) for name, x in found.items()}
-            actual = self.select(Results(None, None, **gradients), mode)
-        error = None
-        try:
-            assert_within_budget(actual, oracle, baseline)
-        except AssertionError as failure:
-            error = f"wrong: {failure}"[:500]
-        return {"error": error, "rms": rms_over_baseline(actual, oracle, baseline)}
-
-    def select(self, results: Results, mode: str) -> Results:
-        """The results of a mode; without those that sum over batch entries or heads that are not checked."""
-        if mode == "forward":
-            return Results(results.out, None)
-        sums_over_batch = {"dbias": self.operands.bias, "dsinks": self.operands.sinks}
-        left_out = [
-            name
-            for name, x in sums_over_batch.items()
-            if x is not None and ((x.shape[0] == 1 and not self.is_whole_batch) or name in self.sums_over_heads)
-        ]
-        left_out += [f"d{name}" for name in DIFFERENTIABLE if name not in wanted(self.case)]
-        return results._replace(out=None, lse=None, **dict.fromkeys(left_out))
-
-    def oracle(self, operands: Operands, dout: jax.Array) -> Results:
-        names = self.case.spec().present
-        wide = {name: getattr(operands, name).astype(jnp.float32) for name in DIFFERENTIABLE if name in names}
-        return evaluate(self.exact, self.case.spec(), operands._replace(**wide), dout)
-
-    def baseline(self, operands: Operands, dout: jax.Array) -> Results:
-        attention = self.by_chunks if self.case.packed is not None else same_dtype_attention
-        return evaluate(attention, self.case.spec(), operands, dout)
-
-    def by_chunks(self, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-        """Packed sequences by the XLA path: all logits of 65536 tokens at once are 17 GB a head."""
-        del spec
-        return IMPLEMENTATIONS["jax_fastattn-xla"].attend(self.case, operands), jnp.zeros(())
-
-    def exact(self, spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-        with jax.default_matmul_precision("highest"):
-            if self.case.packed is not None:
-                return self.by_chunks(spec, operands)
-            try:
-                return IMPLEMENTATIONS["jax.nn-xla"].attend(self.case, operands), jnp.zeros(())
-            except Unsupported:
-                return attention_reference(spec, operands)
-
-
-def rms_over_baseline(actual: Results, oracle: Results, baseline: Results) -> dict[str, float]:
-    """The root-mean-square error of each result over the baseline's."""
-
-    def rms(x: Any, exact: Any) -> float:
-        return float(np.sqrt(np.mean((np.asarray(x, np.float64) - np.asarray(exact, np.float64)) ** 2)))
-
-    fields = zip(Results._fields, actual, oracle, baseline, strict=True)
-    found = {name: (rms(x, exact), rms(base, exact)) for name, x, exact, base in fields if base is not None}
-    return {name: error / budget for name, (error, budget) in found.items() if budget > 0}
-
-
 def moved_bytes(*trees: Any) -> int:
     """Bytes of arguments and results: the least that a call has to move."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
@@ -395,12 +331,6 @@ def describe_run(commit: str | None) -> dict[str, Any]:
     }
 
 
-def clocks() -> dict[str, str] | None:
-    """Clocks in MHz, watts and degrees of the first GPU; None without one."""
-    found = command_output("nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader,nounits")
-    return dict(zip(QUERIED.split(","), found.splitlines()[0].split(", "), strict=True)) if found else None
-
-
 def command_output(*command: str) -> str | None:
     """What a command prints; None where it is missing or fails."""
     try:
@@ -411,15 +341,13 @@ def command_output(*command: str) -> str | None:
 
 def lead(name: str, records: list[dict[str, Any]]) -> str:
     """Our speed over that of the fastest peer in one line; "level" if their times overlap, from p20 to p80."""
-    times = {record["impl"]: record["ms"] for record in records if "ms" in record and record["error"] is None}
-    ours = times.get("jax_fastattn")
-    peers = {impl: ms for impl, ms in times.items() if not impl.startswith("jax_fastattn")}
-    if ours is None or not peers:
+    right = [record for record in records if "ms" in record and record["error"] is None]
+    ours = next((record for record in right if record["impl"] == "jax_fastattn"), None)
+    best = best_peer(right)
+    if ours is None or best is None:
         return f"{name:34} no peer to compare with"
-    best = min(peers, key=lambda impl: peers[impl]["p50"])
-    is_level = ours["p20"] <= peers[best]["p80"] and peers[best]["p20"] <= ours["p80"]
-    found = f"{peers[best]['p50'] / ours['p50']:.3f} of {best}" + (", level" if is_level else "")
-    return f"{name:34} {records[0]['mode']:9} {found}"
+    found = f"{best['ms']['p50'] / ours['ms']['p50']:.3f} of {best['impl']}"
+    return f"{name:34} {records[0]['mode']:9} {found}" + (", level" if are_level(ours, best) else "")
 
 
 def summary(record: dict[str, Any]) -> str:

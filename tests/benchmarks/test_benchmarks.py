@@ -26,6 +26,7 @@ from jax_fastattn.reference import visible_pairs as visible_array
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cases
+import clocks
 import compare
 import forward_mode
 import jax_nn
@@ -83,6 +84,79 @@ def test_a_lead_inside_of_the_spread_is_level(ours: float, expected: str) -> Non
     records = [{"impl": name, "mode": "forward", "error": None, "ms": x} for name, x in ms.items()]
     assert run.lead("case", records).endswith(f"forward   {expected}")
     assert run.lead("case", records[2:]).endswith("no peer to compare with")
+
+
+def test_the_peer_that_led_is_measured(tmp_path: Path) -> None:
+    """And of cells without a record all are. The last record of a cell counts."""
+    earlier = tmp_path / "earlier.jsonl"
+    speeds = {"jax.nn-xla": 0.5, "fa4-jax": 3.0, "jax_fastattn-xla": 0.1, "tokamax": 2.0}
+    lines = [_record(name, 1.0) | {"ms": dict.fromkeys(("p20", "p50", "p80"), x)} for name, x in speeds.items()]
+    lines.append(lines[0] | {"error": "wrong: out"})
+    earlier.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ["jax_fastattn", "jax_fastattn-xla", "jax.nn-xla", "fa4-jax", "tokamax"]
+    before = report.load_files([earlier])
+    assert run.implementations("d64-full-1k", "forward", names, before) == [*names[:2], "tokamax"]
+    assert run.implementations("d64-full-1k", "forward", names[:4], before) == [*names[:2], "fa4-jax"]
+    assert run.implementations("d64-full-1k", "backward", names, before) == names
+
+
+def test_close_cells_have_modes_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert set(cases.CLOSE) <= set(report.REPORTED) and set(cases.CLOSE.values()) > {("forward",), ("backward",)}
+    monkeypatch.setitem(cases.SETS, "close", ["tiny-causal"])
+    monkeypatch.setitem(cases.CLOSE, "tiny-causal", ("backward",))
+    found = measure(tmp_path / "x.jsonl", "--set", "close", "--implementations", "jax_fastattn", "--check", "none")
+    assert list(found) == [("tiny-causal", "jax_fastattn", "backward")]
+    assert not {"rms", "difference"} & set(*found.values())
+
+
+def test_implementations_are_compared_with_the_first_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = peers.IMPLEMENTATIONS["jax_fastattn"]
+    bad = peers.Implementation("jax", "jax", lambda case, operands: right.attend(case, operands) * 1.1)
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "tokamax", bad)
+    names = ["jax_fastattn", "jax.nn-xla", "tokamax"]
+    found = measure(tmp_path / "x.jsonl", "--cases", "tiny-causal", "--implementations", *names, "--check", "pair")
+    for mode, results in (("forward", {"out"}), ("backward", {"dquery", "dkey", "dvalue"})):
+        ours, theirs, wrong = (found["tiny-causal", name, mode] for name in names)
+        assert ours["error"] is theirs["error"] is None
+        assert theirs["difference"]["from"] == "jax_fastattn" and set(theirs["difference"]["rms"]) == results
+        assert 0 <= max(theirs["difference"]["rms"].values()) < 0.02
+        assert wrong["error"].startswith("wrong: differs from jax_fastattn by")
+        assert set(ours["seconds"]) == {"compiling", "checking"}
+
+
+def test_clocks_are_those_of_the_gpu_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Library:
+        def nvmlInit_v2(self) -> int:
+            return 0
+
+        def nvmlDeviceGetHandleByIndex_v2(self, index: Any, device: Any) -> int:
+            return asked.append(index.value) or 0
+
+        def nvmlDeviceGetHandleByUUID(self, name: bytes, device: Any) -> int:
+            return asked.append(name) or 0
+
+        def nvmlDeviceGetClockInfo(self, device: Any, kind: int, value: Any) -> int:
+            value._obj.value = 1000 * kind
+            return 0
+
+        def nvmlDeviceGetPowerUsage(self, device: Any, value: Any) -> int:
+            value._obj.value = 654321
+            return 0
+
+        def nvmlDeviceGetTemperature(self, device: Any, kind: int, value: Any) -> int:
+            value._obj.value = 55
+            return 0
+
+    for visible in ("3,1", "GPU-12"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = clocks._device.__wrapped__(lambda name: Library())
+        monkeypatch.setattr(clocks, "_device", lambda found=found: found)
+        values = {"clocks.sm": "1000", "clocks.mem": "2000", "power.draw": "654.321", "temperature.gpu": "55"}
+        assert clocks.clocks() == values
+        monkeypatch.undo()
+    assert asked == [3, b"GPU-12"]
 
 
 def test_sums_over_heads_that_are_not_checked_are_left_out() -> None:
@@ -193,21 +267,23 @@ def _record(impl: str, tflops: float | None, error: str | None = None, mode: str
         "date": "2026-01-02T",
         "error": error,
     }
-    times = {} if tflops is None else {"ms": {"p20": 1.0, "p50": 1.1, "p80": 1.3}, "tflops": tflops, "tb_per_s": 1.25}
-    return base | times
+    if tflops is None:
+        return base
+    ms = {name: x / tflops for name, x in (("p20", 0.98), ("p50", 1.0), ("p80", 1.01))}
+    return base | {"ms": ms, "tflops": tflops, "tb_per_s": 1.25}
 
 
 def _page(folder: Path, cases: Any = report.REPORTED, link: str = "") -> report.Page:
     page = folder / f"page-{link}.md"
-    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    page.write_text(f"above\n{report.BEGIN}\nyesterday\n{report.END}\nbelow\n")
     return report.Page(page, cases, link)
 
 
 def test_tables_and_plots_are_made_from_records(tmp_path: Path) -> None:
     lines = [
         _record("jax_fastattn", 100.0),
-        _record("jax_fastattn", 412.3),
-        _record("jax_fastattn", 212.0, mode="backward"),
+        _record("jax_fastattn", 412.3) | {"commit": "12345678"},
+        _record("jax_fastattn", 212.0, mode="backward") | {"commit": "abcdefgh"},
         _record("jax.nn-cudnn", 399.0),
         _record("jax.nn-cudnn", 313.0, mode="backward"),
         _record("jax.nn-xla", 900.0, "wrong: out"),
@@ -220,16 +296,23 @@ def test_tables_and_plots_are_made_from_records(tmp_path: Path) -> None:
     whole, part = pages = [_page(tmp_path, link="up"), _page(tmp_path, ["d64-full-1k"])]
     report.write(pages, tmp_path)
     text, short = whole.path.read_text(), part.path.read_text()
-    row = "| d64-full-1k | **412** / 212 | 399 / **313** | wrong / - |"
+    row = "| d64-full-1k | **412** / 212 | 399 / **313** | wrong / - | 1234567 / abcdefg |"
     for found in text, short:
-        assert "| case | jax_fastattn | jax.nn-cudnn | jax.nn-xla |" in found and row in found
-        assert found.startswith("above\n") and found.endswith("\nbelow\n") and "old" not in found
-    assert "| decode-64x8k-gqa-32-8-d128 (TB/s) | **1.25** / - | - | - |" in text
+        assert "| case | jax_fastattn | jax.nn-cudnn | jax.nn-xla | commit of ours |" in found and row in found
+        assert found.startswith("above\n") and found.endswith("\nbelow\n") and "yesterday" not in found
+    assert "| decode-64x8k-gqa-32-8-d128 (TB/s) | **1.25** / - | - | - |  |" in text
     assert "[2026-01-02-x.jsonl](up/2026-01-02-x.jsonl)" in text and "(up/x.png)" in text
     assert not any(word in short for word in ("decode", "TB/s", "jsonl", "png"))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "x-summary.png").exists()  # decoding is a case of the README
     assert not report.summary({key: x for key, x in report.load(tmp_path).popitem()[1].items() if "full" in key[0]})
+
+
+def test_a_figure_inside_of_the_spread_of_the_best_one_is_level() -> None:
+    speeds = {"jax_fastattn": 100.0, "jax.nn-cudnn": 101.0, "fa4-jax": 90.0, "tokamax": 98.5}
+    found = {("d64-full-1k", "forward", name): _record(name, speed) for name, speed in speeds.items()}
+    row = report.row("d64-full-1k", found, [*speeds])
+    assert row.startswith("| d64-full-1k | **100** / - | **101** / - | 90 / - | **98** / - |")
 
 
 def test_models_have_a_table_of_their_own(tmp_path: Path) -> None:
