@@ -159,7 +159,7 @@ def table(title: str, records: Records) -> str:
         f"### {title}",
         "",
         f"Cells have {unit}, forward / backward; higher is better. Dates: {period}.",
-        "Bold figures are the best of a mode, or level with it: times overlap from p20 to p80. `-` stands for no figure.",
+        "Bold figures are the best of a mode, or level with it: times overlap from p20 to p80. `-` means no figure.",
         "",
         "| case | " + " | ".join([*names, "commit of ours"]) + " |",
         "|---|" + "---:|" * len(names) + "---|",
