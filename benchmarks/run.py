@@ -120,7 +120,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"out of time: {', '.join(names[i:])} left out")
             break
         records, begun = [], time.monotonic()
-        modes = [mode for mode in options.modes if options.set != "close" or options.cases or mode in CLOSE[name]]
+        # A process of `share` has the set too, next to its cases.
+        modes = [mode for mode in options.modes if options.set != "close" or mode in CLOSE.get(name, MODES)]
         chosen = {mode: implementations(name, mode, options.implementations, before) for mode in modes}
         for record in measure_case(name, CASES[name], chosen, options):
             with output.open("a") as file:

@@ -104,7 +104,9 @@ def test_close_cells_have_modes_of_their_own(monkeypatch: pytest.MonkeyPatch, tm
     assert set(cases.CLOSE) <= set(report.REPORTED) and set(cases.CLOSE.values()) > {("forward",), ("backward",)}
     monkeypatch.setitem(cases.SETS, "close", ["tiny-causal"])
     monkeypatch.setitem(cases.CLOSE, "tiny-causal", ("backward",))
-    found = measure(tmp_path / "x.jsonl", "--set", "close", "--implementations", "jax_fastattn", "--check", "none")
+    chosen = ["--set", "close", "--implementations", "jax_fastattn", "--check", "none"]
+    found = measure(tmp_path / "x.jsonl", *chosen)
+    assert found.keys() == measure(tmp_path / "y.jsonl", *chosen, "--cases", "tiny-causal").keys()
     assert list(found) == [("tiny-causal", "jax_fastattn", "backward")]
     assert not {"rms", "difference"} & set(*found.values())
 
