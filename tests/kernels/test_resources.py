@@ -348,7 +348,7 @@ def test_kernels_for_float32_in_float16_fit(family: str, arch: str, op: str, hea
     _assert_fits(spec, kept_resources(spec), 0)
 
 
-@pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 16)])
+@pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 24)])
 def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     """The forward kernel of 32 rows a warp has local memory, and the kernel of the bias's gradient."""
     features = {**CAUSAL, "bias": "matrix", "bias_dtype": "float32", "dbias": op == "backward", "products": "bf16x3"}
