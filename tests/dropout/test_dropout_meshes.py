@@ -15,7 +15,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fastattn import all_to_all_attention, attention, attention_varlen, ring_attention, unzigzag, zigzag
+from jax_fastattn import (
+    all_to_all_attention,
+    attention,
+    attention_varlen,
+    dropout_mask,
+    ring_attention,
+    unzigzag,
+    zigzag,
+)
 
 B, T, N, K, H = 2, 40, 4, 2, 8
 KEY = jax.random.key(11)
@@ -96,7 +104,12 @@ def test_all_to_all_attention(broadcast: bool) -> None:
 
 
 def check_split(function: Any, layout: str = "contiguous", **options: Any) -> None:
-    size = 4
+    found = calls.quick_jit(functools.partial(both, split_rows(function, layout, **options)))(*draw())
+    calls.assert_same(jax.device_get(found), on_one_device(**options), 2e-5)
+
+
+def split_rows(function: Any, layout: str = "contiguous", size: int = 4, **options: Any) -> Any:
+    """A call of whole arrays by shares of devices."""
     mesh = mesh_of(seq=size)
 
     def local(*x: jax.Array) -> jax.Array:
@@ -109,8 +122,46 @@ def check_split(function: Any, layout: str = "contiguous", **options: Any) -> No
             return mapped(*x)
         return unzigzag(mapped(*(zigzag(y, size) for y in x)), size)
 
-    found = calls.quick_jit(functools.partial(both, whole))(*draw())
-    calls.assert_same(jax.device_get(found), on_one_device(**options), 2e-5)
+    return whole
+
+
+RINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ring": (ring_attention, {}),
+    "causal-ring": (ring_attention, {"is_causal": True, "broadcast_dropout": True}),
+    "zigzag": (functools.partial(ring_attention, layout="zigzag"), {"layout": "zigzag", "size": 2, "is_causal": True}),
+    "all-to-all": (all_to_all_attention, {}),
+    "all-to-all-broadcast": (all_to_all_attention, {"broadcast_dropout": True}),
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_masks_of_split_rows_are_exact(name: str) -> None:
+    """Values that are an identity show every decision: none differs from `dropout_mask`."""
+    function, options = RINGS[name]
+    out = calls.quick_jit(split_rows(function, **options))(*draw()[:2], identity())
+    assert_mask(out, is_causal="is_causal" in options, broadcast="broadcast_dropout" in options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec"),
+    [({"t": 8}, P(None, "t")), ({"b": 2, "t": 2, "h": 2}, P("b", "t", "h"))],
+    ids=["rows-of-8", "all"],
+)
+def test_masks_under_a_mesh_are_exact(sizes: dict[str, int], spec: P) -> None:
+    mesh = mesh_of(**sizes)
+    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (*draw()[:2], identity())]
+    assert_mask(calls.quick_jit(functools.partial(attention, **DROPOUT))(*arrays))
+
+
+def identity() -> jax.Array:
+    return jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, K, T))
+
+
+def assert_mask(out: jax.Array, *, is_causal: bool = False, broadcast: bool = False) -> None:
+    """A weight is 0 where it is dropped or hidden, and there alone."""
+    expected = np.asarray(dropout_mask(KEY, RATE, (B, N, T, T), broadcast=broadcast))
+    expected = np.broadcast_to(np.tril(expected) if is_causal else expected, (B, N, T, T))
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(out), 2, 1) != 0, expected)
 
 
 def test_a_share_of_a_shard_map_folds_its_index_into_the_key() -> None:

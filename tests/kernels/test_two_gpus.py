@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels on two GPUs: with collectives in one program, with a mask or ids that a mesh splits, and with split rows."""
+"""Kernels on two GPUs: with collectives in one program, with a mask or ids that a mesh splits, split rows, dropout."""
 
 import functools
 import subprocess
@@ -146,3 +146,46 @@ def test_rows_are_split(name: str, implementation: str) -> None:
         assert np.abs(one).max() > 0.1
     assert collective in program
     assert is_zigzag or "all-gather" not in program
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize("implementation", [pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize("name", ["automatic", "ring", "zigzag", "all-to-all"])
+def test_masks_of_split_rows(name: str, implementation: str) -> None:
+    """Two devices keep what `dropout_mask` keeps, forward and backward.
+
+    Values and cotangents are blocks of an identity, so that each weight is an element of the output and of the gradient
+    of the values.
+    """
+    batch, rows, heads, head_dim, rate, key = 2, 512, 4, 64, 0.3, jax.random.key(5)
+    function, options, _ = LONG[name] if name != "ring" else (jax_fastattn.ring_attention, {}, "")
+    devices = jax.devices("cpu" if implementation == "xla" else "gpu")[:2]
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    placed = NamedSharding(mesh, ROWS)
+    shared = {"is_causal": True, "implementation": implementation, "dropout_rate": rate, "dropout_key": key}
+    shape, is_zigzag = (batch, rows, heads, head_dim), "layout" in options
+    query, keys = (0.1 * jax.random.normal(x, shape, jnp.bfloat16) for x in jax.random.split(jax.random.key(0)))
+
+    def attend(*qkv: jax.Array) -> jax.Array:
+        qkv = tuple(jax.lax.with_sharding_constraint(x, placed) for x in qkv)
+        if function is None:
+            return jax_fastattn.attention(*qkv, **shared)
+        local = functools.partial(function, axis_name="x", **shared, **options)
+        mapped = jax.shard_map(lambda *x: local(*x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+        out = mapped(*(jax_fastattn.zigzag(x, 2) if is_zigzag else x for x in qkv))
+        return jax_fastattn.unzigzag(out, 2) if is_zigzag else out
+
+    @jax.jit
+    def kept(query: jax.Array, keys: jax.Array, first: jax.Array) -> list[jax.Array]:
+        block = jax.nn.one_hot(jnp.arange(rows) - first, head_dim, dtype=query.dtype)
+        block = jnp.broadcast_to(block[None, :, None], shape)
+        out, pull = jax.vjp(lambda value: attend(query, keys, value), block)
+        return [jnp.moveaxis(x, 1, 2) != 0 for x in (out, *pull(block))]
+
+    query, keys = jax.device_put((query, keys), placed)
+    found = [jax.device_get(kept(query, keys, jnp.int32(first))) for first in range(0, rows, head_dim)]
+    of_forward, of_backward = (np.concatenate(x, axis=-1) for x in zip(*found, strict=True))
+    wanted = np.tril(jax_fastattn.dropout_mask(key, rate, (batch, heads, rows, rows)))
+    for seen in (of_forward, of_backward.swapaxes(2, 3)):
+        wrong = int((seen != wanted).sum())
+        assert wrong == 0, f"{wrong} of {wanted.size} decisions are wrong"
