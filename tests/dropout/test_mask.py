@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""What dropout keeps: the definition, its words, and their statistics."""
+"""What dropout keeps: the definition and its words. `test_quality.py` has their statistics."""
 
 from __future__ import annotations
 
@@ -117,76 +117,3 @@ def test_wrong_masks_raise() -> None:
         dropout_mask(key, 0.1, (1, 1, 4, 4), cu_seqlens_q=jnp.array([0, 4]))
     with pytest.raises(ValueError, match="with B = 2, expected B = 1 for packed rows"):
         dropout_mask(key, 0.1, (2, 1, 4, 4), cu_seqlens_q=jnp.array([0, 4]), cu_seqlens_k=jnp.array([0, 4]))
-
-
-# Statistics of 2^24 decisions of one head. A deviation is in units of its standard deviation; of the 400 or so figures
-# of a test, chance gives a greatest one of about 3.
-
-ROWS, LIMIT = 1 << 12, 5.0
-KEYS = {"zero": (0, 0), "seed": (0, 123)}
-
-
-@pytest.fixture(scope="module", params=KEYS)
-def decisions(request: pytest.FixtureRequest) -> np.ndarray:
-    return drawn.bits(drawn.numbers(KEYS[request.param], 0, 0), ROWS, ROWS)
-
-
-def deviation(agreements: int, count: int, share: float) -> float:
-    return abs(agreements - count * share) / np.sqrt(count * share * (1 - share))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_neighbours_are_independent(decisions: np.ndarray, rate: float) -> None:
-    dropped = decisions < drawn.threshold(rate)
-    share = drawn.threshold(rate) / 2**15
-    found = {"all": deviation(int(dropped.sum()), dropped.size, share)}
-    for axis in range(2):
-        sums = dropped.sum(axis, dtype=np.int64)
-        expected = ROWS * share * (1 - share)
-        found[f"sums over {axis}"] = abs(((sums - ROWS * share) ** 2).mean() / expected - 1) / np.sqrt(2 / ROWS)
-    moves = (0, 1, 2, 7, 8, 9, 16, 64, 1024)
-    for i, j in itertools.product(moves, moves):
-        if i or j:
-            both = np.count_nonzero(dropped[: ROWS - i, : ROWS - j] & dropped[i:, j:])
-            count = (ROWS - i) * (ROWS - j)
-            # Both pairs have the share of all pairs: what they have in common is measured alone.
-            spread = share * (1 - share) * np.sqrt(count)
-            means = dropped[: ROWS - i, : ROWS - j].mean() * dropped[i:, j:].mean()
-            found[f"neighbour {i}, {j}"] = abs(both - count * means) / spread
-    worst = max(found, key=lambda name: found[name])
-    assert found[worst] < LIMIT, (worst, found[worst])
-
-
-@pytest.mark.slow
-def test_corners_of_rectangles_are_independent(decisions: np.ndarray) -> None:
-    found = {}
-    moves = (1, 2, 8, 16, 1000)
-    for bit in (14, 13, 0):
-        plane = (decisions >> bit & 1).astype(bool)
-        for i, j in itertools.product(moves, moves):
-            odd = plane[:-i, :-j] ^ plane[i:, :-j] ^ plane[:-i, j:] ^ plane[i:, j:]
-            found[bit, i, j] = deviation(np.count_nonzero(odd), odd.size, 0.5)
-    worst = max(found, key=lambda name: found[name])
-    assert found[worst] < LIMIT, (worst, found[worst])
-
-
-@pytest.mark.slow
-def test_heads_entries_and_close_keys_are_independent() -> None:
-    size, rate = 1 << 10, 0.1
-    share = drawn.threshold(rate) / 2**15
-    places = [((0, 0), 0, n) for n in range(8)] + [((0, 0), b, 0) for b in range(1, 4)]
-    places += [((0, 1 << bit), 0, 0) for bit in (0, 1, 17, 31)] + [((1 << bit, 0), 0, 0) for bit in (0, 9, 31)]
-    masks = [drawn.bits(drawn.numbers(*place), size, size) < drawn.threshold(rate) for place in places]
-    for (a, x), (b, y) in itertools.combinations(enumerate(masks), 2):
-        spread = share * (1 - share) * size
-        common = abs(np.count_nonzero(x & y) - size**2 * x.mean() * y.mean()) / spread
-        assert common < LIMIT, (places[a], places[b], common)
-
-
-def test_fewer_rounds_are_noticed() -> None:
-    """The tests above mean something: with 3 rounds the greatest figure here was 492."""
-    size = 1 << 11
-    plane = (drawn.bits((0, 0), size, size, rounds=3) >> 14 & 1).astype(bool)
-    odd = plane[:-1, :-1] ^ plane[1:, :-1] ^ plane[:-1, 1:] ^ plane[1:, 1:]
-    assert deviation(np.count_nonzero(odd), odd.size, 0.5) > LIMIT
