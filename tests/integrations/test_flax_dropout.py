@@ -12,7 +12,6 @@ from test_flax import QUERIES, assert_same, flax_dropout, make_inputs, make_laye
 
 from jax_fastattn.integrations.flax import attention_fn, bind
 
-
 # `test_flax.py` has the other half of pairs at every commit.
 PAIRS = [("linen", False), ("nnx", True)]
 

@@ -68,6 +68,12 @@ def test_samples_have_dropout() -> None:
         assert 4 <= sum(found) <= 14
 
 
+def test_samples_have_dropout_of_few_queries() -> None:
+    for arch in emulated_draws.ARCHS:
+        found = [case for case in emulated_draws.draws(34, 80, arch) if case.query_length <= 16]
+        assert 2 <= len(found) <= 10 and all(map(has_random_dropout, found))
+
+
 def test_samples_have_functions_next_to_dropout() -> None:
     for arch in emulated_draws.ARCHS:
         cases = [case for case in emulated_draws.draws(34, 24, arch) if has_random_dropout(case)]

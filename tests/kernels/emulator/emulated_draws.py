@@ -19,7 +19,7 @@ import pytest
 from testing import combinations, compare, tangents
 from testing.compare import Results
 from testing.poison import poison
-from testing.random_dropout import with_random_dropout
+from testing.random_dropout import with_few_queries, with_random_dropout
 from testing.random_functions import with_random_score
 
 from jax_fastattn.cases.case import Case
@@ -33,7 +33,7 @@ ARCHS = ("sm_90a", "sm_80")
 
 def draws(seed: int, count: int, arch: str) -> list[Case]:
     """Returns random calls for the emulator of an architecture; those of two architectures differ."""
-    return combinations.emulated_draws(seed + 1000 * ARCHS.index(arch), count)
+    return [*map(with_few_queries, combinations.emulated_draws(seed + 1000 * ARCHS.index(arch), count))]
 
 
 def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
