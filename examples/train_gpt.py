@@ -93,6 +93,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--sequence-parallel", default=1, help="devices that share each sequence, by ring attention")
     add("--tensor-parallel", default=1, help="devices that share the query heads and the hidden features")
     parser.add_argument("--fsdp", action="store_true", help="split parameters over the devices that share a batch")
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="RATE", help="of attention weights, in training")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="at the peak of warm-up and cosine decay")
     dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype, help="default here: %(default)s")
@@ -115,6 +116,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--sequence-parallel must divide --length")
     if options.packed and (options.implementation not in PACKED_ATTENTION or options.length < SHORTEST):
         parser.error(f"--packed needs --implementation auto, cuda or xla, and --length {SHORTEST} or more")
+    if options.dropout and (options.implementation not in PACKED_ATTENTION or options.packed):
+        parser.error("--dropout needs --implementation auto, cuda or xla, and no --packed")
     return options
 
 
@@ -206,7 +209,7 @@ class Block(nnx.Module):
         self.norm_1 = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
         self.norm_2 = nnx.RMSNorm(options.width, dtype=options.dtype, rngs=rngs)
         self.head_dim = options.width // options.heads
-        self.implementation = options.implementation
+        self.implementation, self.dropout = options.implementation, options.dropout
         self.query = linear(options.width, options.width)
         self.key = linear(options.width, options.kv_heads * self.head_dim)
         self.value = linear(options.width, options.kv_heads * self.head_dim)
@@ -227,10 +230,12 @@ class Block(nnx.Module):
         x = x + self.out(attended.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm_2(x))))
 
-    def __call__(self, x: jax.Array, boundaries: jax.Array | None) -> jax.Array:
+    def __call__(self, x: jax.Array, boundaries: jax.Array | None, key_of_dropout: jax.Array | None) -> jax.Array:
         query, key, value = self.project(x, jnp.arange(x.shape[1])[None])
         if boundaries is None:
-            attended: Any = ATTENTION[self.implementation](query, key, value, is_causal=True)
+            dropout = {"dropout_rate": self.dropout, "dropout_key": key_of_dropout}
+            options = {} if key_of_dropout is None else dropout
+            attended: Any = ATTENTION[self.implementation](query, key, value, is_causal=True, **options)
         else:
             attend = partial(PACKED_ATTENTION[self.implementation], is_causal=True)
             attended = jax.vmap(attend)(query, key, value, boundaries, boundaries)  # each row has its own
@@ -245,10 +250,13 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(options.width, VOCABULARY, use_bias=False, dtype=options.dtype, rngs=rngs)
         self.remat = options.remat
 
-    def __call__(self, tokens: jax.Array, boundaries: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, boundaries: jax.Array | None = None, key_of_dropout: jax.Array | None = None
+    ) -> jax.Array:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = call_with_remat(block, x, boundaries) if self.remat else block(x, boundaries)
+        for i, block in enumerate(self.blocks):
+            key = None if key_of_dropout is None else jax.random.fold_in(key_of_dropout, i)
+            x = call_with_remat(block, x, boundaries, key) if self.remat else block(x, boundaries, key)
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
@@ -333,17 +341,17 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     state = jax.device_put(state, layout(mesh, state, options, fsdp=options.fsdp))
 
     @jax.jit
-    def evaluate(params: Any, batch: Batch) -> jax.Array:
+    def evaluate(params: Any, batch: Batch, key_of_dropout: jax.Array | None = None) -> jax.Array:
         params = jax.lax.with_sharding_constraint(params, gathered)  # else XLA may gather activations instead
-        logits = nnx.merge(graphdef, params)(batch.inputs, batch.boundaries)
+        logits = nnx.merge(graphdef, params)(batch.inputs, batch.boundaries, key_of_dropout)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch.targets, 0))
         return jnp.mean(losses, where=batch.targets >= 0)
 
     layouts = jax.tree.map(lambda x: x.sharding, (params, state))
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*layouts, None))
-    def update(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(evaluate)(params, batch)
+    def update(params: Any, state: Any, batch: Batch, key_of_dropout: jax.Array | None) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(evaluate)(params, batch, key_of_dropout)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -373,12 +381,14 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     training, held_out_batches = batches(options.seed, corpus), islice(batches(options.seed + 1, held_out), 8)
     held_out_batches = [put(batch) for batch in held_out_batches]
     losses, held_out_losses, speed = [], [], Speed()
-    compiled = update.lower(params, state, held_out_batches[0]).compile()
+    # Each step drops other weights, and every mesh the same ones.
+    keys = jax.random.split(jax.random.key(options.seed), options.steps) if options.dropout else [None] * options.steps
+    compiled = update.lower(params, state, held_out_batches[0], keys[0]).compile()
     progress = trange(1, options.steps + 1, desc="training", unit="step", disable=options.quiet)
     for step in progress:
         batch = put(next(training))
         with speed.of(batch):
-            params, state, loss = compiled(params, state, batch)
+            params, state, loss = compiled(params, state, batch, keys[step - 1])
             losses.append(float(loss))  # waits for the device, so that the clock is honest
         if step % options.eval_every == 0 or step == options.steps:
             held_out_loss = statistics.mean(float(evaluate(params, batch)) for batch in held_out_batches)
@@ -397,7 +407,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
         for batch in stack(rows, options.batch):
             batch = put(batch._replace(boundaries=None))
             with padded.of(batch):
-                params, state, loss = update(params, state, batch)
+                params, state, loss = update(params, state, batch, None)
                 jax.block_until_ready(loss)
     metrics = {
         "options": {name: value for name, value in vars(options).items() if name not in ("output", "compare", "quiet")},

@@ -79,18 +79,24 @@ def test_train_gpt_learns_and_reports(one_device: tuple[Path, dict[str, Any], st
         "--sequence-parallel 4",
         "--data-parallel 2 --sequence-parallel 2 --tensor-parallel 2 --remat",
         "--implementation jax",
+        "--data-parallel 2 --dropout 0.2",
     ],
-    ids=["mesh-remat", "heads-past-key-heads", "fsdp", "sequence", "three-axes-remat", "jax.nn"],
+    ids=["mesh-remat", "heads-past-key-heads", "fsdp", "sequence", "three-axes-remat", "jax.nn", "dropout"],
 )
 def test_train_gpt_has_the_same_losses(
     one_device: tuple[Path, dict[str, Any], str], tmp_path: Path, options: str
 ) -> None:
     reference, want, _ = one_device
+    if "dropout" in options:
+        reference = tmp_path / "one"
+        without, (want, _) = want, train(reference, "--quiet", "--dropout", "0.2")
+        assert np.abs(np.subtract(want["losses"], without["losses"])).max() > 0.01
     got, _ = train(tmp_path, "--quiet", "--compare", str(reference / "metrics.json"), *options.split(), devices=8)
     sizes = [int(size) for size in re.findall(r"parallel (\d)", options)]
     assert got["device"] == f"{np.prod(sizes, dtype=int)} x cpu"
+    is_close = "sequence" in options or "dropout" in options
     # Float32 sums in another order, through 25 steps of Adam.
-    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-5 if "sequence" in options else 2e-3)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-5 if is_close else 2e-3)
     assert any(name.startswith("collective-permute") for name in got["collectives"]) == ("sequence" in options)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     # Of activations `[batch, length, ...]` none is gathered: not q, k or v.
