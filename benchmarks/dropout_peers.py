@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times calls with dropout next to the same calls without, and next to PyTorch's flash backend with dropout, in turns.
+"""Times calls with dropout next to the same calls without, and next to PyTorch and Flax with dropout, in turns.
 
     python benchmarks/dropout_peers.py --output dropout.json
+    python benchmarks/dropout_peers.py --arch sm_90-a100 --no-peers --output dropout-portable.json
 
 All calls of a case run in one process. A record has milliseconds of output alone and of its gradients alone, the ratio
-of times with dropout to times without, and the speed of the peer as a share of ours. Times are medians of the rounds.
-A peer that fails is its error. The masks of both differ: PyTorch draws its own.
+of times with dropout to times without, and the speed of each peer as a share of ours. Times are medians of the rounds.
+PyTorch has its flash backend. Flax has its own function, whose weights XLA keeps in memory. A peer that fails is its
+error. Peers draw masks of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import jax
 import turns
-from turns import by_turns, elapsed_ms, torch_ms
+from turns import by_turns, elapsed_ms, programs_of, torch_ms
 
 import jax_fastattn
 
@@ -27,6 +29,8 @@ Program = Callable[[], Any]
 
 RATE = 0.1
 MODES = ("forward", "backward")
+PEERS = ("torch", "flax")
+MOST_WEIGHTS = 5e9  # bytes of the weights of a call of Flax that is timed
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,35 @@ CASES = {
 }
 
 
-def ours(case: Case, rate: float) -> dict[str, Program]:
-    """Returns the two passes of a call by mode."""
+def passes(case: Case, call: Callable[..., jax.Array]) -> dict[str, Program]:
+    """Returns the two passes of a call of JAX by mode."""
     *qkv, dout = (jax.random.normal(key, case.shape, case.dtype) for key in jax.random.split(jax.random.key(0), 4))
-    options: dict[str, Any] = {"dropout_rate": rate, "dropout_key": jax.random.key(1)} if rate else {}
-    call = functools.partial(jax_fastattn.attention, is_causal=case.is_causal, **options)
     pull = jax.jit(lambda *qkv: jax.vjp(call, *qkv)[1])(*qkv)
     backward = jax.jit(lambda pull, dout: pull(dout))
     return {"forward": functools.partial(jax.jit(call), *qkv), "backward": functools.partial(backward, pull, dout)}
 
 
+def ours(case: Case, rate: float) -> dict[str, Program]:
+    options: dict[str, Any] = {"dropout_rate": rate, "dropout_key": jax.random.key(1)} if rate else {}
+    return passes(case, functools.partial(jax_fastattn.attention, is_causal=case.is_causal, **options))
+
+
+def of_flax(case: Case, rate: float) -> dict[str, Program]:
+    """Returns the passes of `flax.linen.dot_product_attention`, with a mask for each batch entry and head."""
+    from flax import linen
+
+    batch, length, heads, _ = case.shape
+    weights = batch * heads * length**2 * jax.numpy.dtype(case.dtype).itemsize
+    if weights > MOST_WEIGHTS:
+        raise MemoryError(f"all weights take {weights / 1e9:.1f} GB, and a call has several arrays of their size")
+    options = {"dropout_rate": rate, "dropout_rng": jax.random.key(1), "deterministic": rate == 0}
+    causal = linen.make_causal_mask(jax.numpy.ones((1, length), bool), dtype=bool) if case.is_causal else None
+    call = functools.partial(linen.dot_product_attention, mask=causal, broadcast_dropout=False, **options)
+    return passes(case, call)
+
+
 def of_torch(case: Case, rate: float) -> dict[str, Program]:
-    """Returns the same of PyTorch's flash backend."""
+    """Returns the passes of PyTorch's flash backend."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -93,21 +114,13 @@ def of_torch(case: Case, rate: float) -> dict[str, Program]:
 
 def measure(case: Case, rounds: int, measurement_ms: float, *, peers: bool = True) -> dict[str, Any]:
     """Returns the record of a case."""
-    kinds: dict[str, tuple[Callable[[Case, float], dict[str, Program]], float]] = {
-        "plain": (ours, 0.0),
-        "dropout": (ours, RATE),
+    makers = {"": ours} | ({"torch ": of_torch, "flax ": of_flax} if peers else {})
+    kinds = {
+        f"{who}{kind}": functools.partial(make, case, rate)
+        for who, make in makers.items()
+        for kind, rate in (("plain", 0.0), ("dropout", RATE))
     }
-    if peers:
-        kinds |= {"torch plain": (of_torch, 0.0), "torch dropout": (of_torch, RATE)}
-    programs: dict[str, Program] = {}
-    errors: dict[str, str] = {}
-    for kind, (make, rate) in kinds.items():
-        try:
-            programs |= {f"{kind} {mode}": program for mode, program in make(case, rate).items()}
-        except Exception as error:  # of a peer: a record, not a gap
-            if make is ours:
-                raise
-            errors[kind] = str(error)[:300]
+    programs, errors = programs_of(kinds, [kind for kind in kinds if " " in kind])
 
     def elapsed(name: str, count: int) -> float:
         return (torch_ms if name.startswith("torch") else elapsed_ms)(programs[name], count)
@@ -115,18 +128,24 @@ def measure(case: Case, rounds: int, measurement_ms: float, *, peers: bool = Tru
     found = by_turns(elapsed, programs, rounds, measurement_ms)
     ms = {name: statistics.median(times) for name, times in found.items()}
     ratios = {mode: ms[f"dropout {mode}"] / ms[f"plain {mode}"] for mode in MODES}
-    shares = {mode: ms[f"dropout {mode}"] / ms[name] for mode in MODES if (name := f"torch dropout {mode}") in ms}
-    return {"ms": ms, "dropout of plain": ratios, "speed of torch": shares, "errors": errors}
+    shares = {
+        f"speed of {who}": {
+            mode: ms[f"dropout {mode}"] / ms[name] for mode in MODES if (name := f"{who} dropout {mode}") in ms
+        }
+        for who in PEERS
+    }
+    return {"ms": ms, "dropout of plain": ratios, **shares, "errors": errors}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = turns.parser(__doc__, CASES, rounds=6)
-    parser.add_argument("--no-peers", action="store_true", help="leave PyTorch out")
+    parser.add_argument("--no-peers", action="store_true", help="leave PyTorch and Flax out")
     options = parser.parse_args(argv)
 
     def words(found: dict[str, Any]) -> str:
         parts = [f"{mode} {found['dropout of plain'][mode]:.3f}" for mode in MODES]
-        return " ".join([*parts, *(f"torch {mode} {x:.2f}" for mode, x in found["speed of torch"].items())])
+        parts += [f"{who} {mode} {x:.2f}" for who in PEERS for mode, x in found[f"speed of {who}"].items()]
+        return " ".join(parts)
 
     def of_case(name: str) -> dict[str, Any]:
         return measure(CASES[name], options.rounds, options.measurement_ms, peers=not options.no_peers)

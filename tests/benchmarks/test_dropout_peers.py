@@ -28,7 +28,14 @@ def test_a_record_has_times_ratios_and_errors(tmp_path: Path, monkeypatch: pytes
     benchmark.main(["--rounds", "2", "--measurement-ms", "0.1", "--output", str(output), "--commit", "0" * 40])
     found = json.loads(output.read_text())["cases"][name]
     ms = found["ms"]
-    assert {*ms} == {f"{kind} {mode}" for kind in ("plain", "dropout") for mode in benchmark.MODES}
+    kinds = ("plain", "dropout", "flax plain", "flax dropout")
+    assert {*ms} == {f"{kind} {mode}" for kind in kinds for mode in benchmark.MODES}
     assert found["dropout of plain"]["forward"] == pytest.approx(ms["dropout forward"] / ms["plain forward"])
-    assert found["errors"] == {"torch plain": "no such backend", "torch dropout": "no such backend"}
+    assert found["speed of flax"]["backward"] == pytest.approx(ms["dropout backward"] / ms["flax dropout backward"])
+    assert found["errors"] == dict.fromkeys(("torch plain", "torch dropout"), "RuntimeError: no such backend")
     assert not found["speed of torch"]
+
+
+def test_flax_is_left_out_where_its_weights_take_much_memory() -> None:
+    with pytest.raises(MemoryError, match=r"all weights take 8.6 GB"):
+        benchmark.of_flax(benchmark.CASES["d128-8192-full"], 0.1)
