@@ -86,7 +86,7 @@ class ConvertKernel:
         tile, (warp, lane) = self.reduce.tile, place
         row, column = tile.place(warp)
         gradient.finish_rows(acc, tile.blocks, row + accumulator_lane(lane)[0], end, scale * self.factor)
-        gradient.store_numbers(acc, tile.blocks, rows, (row, column), lane, tile.column_warps)
+        gradient.store_numbers(acc, tile.blocks, rows, (row, column), lane, tile.column_warps, add=False)
 
     def _store(self, shared: Int32, target: Int64, warp: Int32, lane: Int32, stride: Int64, stored_rows: Int32) -> None:
         """Stores the rows in blocks of 16, which the warps take in turn."""
