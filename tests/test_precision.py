@@ -108,6 +108,14 @@ def test_the_gradient_of_a_bias_has_three_products() -> None:
 
 
 @pytest.mark.usefixtures("_gpu")
+def test_dropout_keeps_one_product() -> None:
+    x = jax.ShapeDtypeStruct(X.shape, jnp.float32)
+    with jax.default_matmul_precision("tensorfloat32"):
+        found = explain(x, x, x, dropout_rate=0.1, dropout_key=jax.random.key(0))
+        assert found.kernel == "sm90 forward, sm90 backward"
+
+
+@pytest.mark.usefixtures("_gpu")
 def test_a_call_follows_the_setting_of_its_trace() -> None:
     """The gradient has the products of the call, whatever is set where it is taken."""
 

@@ -328,7 +328,7 @@ def takes_terms(problem: Problem, *, dbias: bool) -> bool:
 
     The gradient of a bias may add up heads, whose powers differ.
     """
-    return dbias or problem.spec.score_mod is not None or "dropout" in problem.spec.present
+    return dbias or problem.spec.score_mod is not None
 
 
 def kernel_spec(

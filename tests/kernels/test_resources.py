@@ -348,6 +348,27 @@ def test_kernels_for_float32_in_float16_fit(family: str, arch: str, op: str, hea
     _assert_fits(spec, kept_resources(spec), 0)
 
 
+# Local memory of the same kernels next to dropout.
+DROPPED_HALVES = {
+    ("sm_90a", "forward", 64): 0,
+    ("sm_90a", "forward", 128): 24,
+    ("sm_90a", "backward", 64): 0,
+    ("sm_90a", "backward", 128): 56,
+    ("sm_80", "forward", 64): 0,
+    ("sm_80", "forward", 128): 8,
+    ("sm_80", "backward", 64): 0,
+    ("sm_80", "backward", 128): 32,
+}
+
+
+@pytest.mark.parametrize(("arch", "op", "head_dim"), DROPPED_HALVES)
+def test_kernels_for_float32_in_float16_with_dropout_spill_little(arch: str, op: str, head_dim: int) -> None:
+    family, features = "sm90" if arch == "sm_90a" else "sm80", (codes.DROPOUT,)
+    key = KernelSpec(op, arch, "float16", head_dim, head_dim, family=family, window_right=True, features=features)  # pyright: ignore[reportArgumentType]
+    spec = configured(dataclasses.replace(key, products="half"))
+    _assert_fits(spec, kept_resources(spec), DROPPED_HALVES[arch, op, head_dim])
+
+
 @pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 24)])
 def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     """The forward kernel of 32 rows a warp has local memory, and the kernel of the bias's gradient."""

@@ -11,6 +11,7 @@ finite element of rows that take part, see `live_rows.py`, and never on what is 
 - V has its largest element at 2^15 in the forward pass.
 - In the backward pass dP (dO V^T) and P have powers as in `gradient_units.py`: a bound on dS, by norms of rows, becomes
   2^15. V and dO share what P leaves of it.
+- Dropout multiplies what it keeps: the bound on dS has that factor, and P leaves room for it.
 
 XLA undoes the powers of results. Products with them are exact unless a result leaves the range of float32.
 """
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_fastattn.layouts.packed import token_ids
+from jax_fastattn.ops.cuda.dropout import greatest_factors
 from jax_fastattn.ops.cuda.gradient_units import row_weights
 from jax_fastattn.ops.cuda.live_rows import LiveRows, live_rows
 from jax_fastattn.spec import AttentionSpec, Operands
@@ -268,7 +270,11 @@ def _dscore_powers(
     of_value, of_dout = (groups.of_rows(x, heads, of_keys=False) for x in (value, cotangent))
     longest = groups.of_rows(groups.greatest(values.norm, of_keys=True), heads, of_keys=False)
     others = Largest.of(out, live.queries).norm if spec.is_part else longest
-    # No output is longer than the longest value, unless the row has values of other devices.
+    factors = _dropout_factors(operands, heads)
+    if factors is not None:
+        longest = longest * factors
+        others = others if spec.is_part else longest
+    # No output is longer than the longest value times that, unless the row has values of other devices.
     lengths = times_power(longest, -of_value) + times_power(others, -of_value)
     changes = times_power(cotangents.norm, -of_dout) * lengths
     if dlse is not None:
@@ -279,6 +285,14 @@ def _dscore_powers(
     bounds = jnp.where(jnp.isneginf(lse) | jnp.isnan(bounds), 0.0, bounds)
     left = _TOP - _exponent(groups.greatest(bounds, of_keys=False))
     log2_p = jnp.clip(left - 2 * _LEAST_DOUT, 0, _LOG2_P)
+    if factors is not None:  # on Hopper, P has the factor of dropout, too
+        log2_p = log2_p - jnp.maximum(_exponent(factors[:, :, :: heads // groups.kv_heads]) - 1, 0)
     left = left - log2_p
     of_dout = jnp.clip(left // 2, _LEAST_DOUT, _TOP)
     return DscorePowers(log2_p, of_dout - cotangent, jnp.minimum(left - of_dout, _TOP) - value)
+
+
+def _dropout_factors(operands: Operands, heads: int) -> jax.Array | None:
+    """Returns the greatest factor of dropout on a weight of each group, `[b, 1, heads]`; None without dropout."""
+    factors = greatest_factors(operands)
+    return None if factors is None else jnp.repeat(factors, heads // factors.shape[1], axis=1)[:, None]

@@ -33,6 +33,7 @@ class Call:
         packed: boundaries of packed queries and keys; none if nothing is packed.
         first: the first rows of a block of a ring in the whole sequence.
         rates: the rate of each head, as `jax.vmap` over rates makes them; none if all have `rate`.
+        precision: the setting of `jax.default_matmul_precision`.
     """
 
     head_dim: int = 64
@@ -47,6 +48,7 @@ class Call:
     packed: tuple[tuple[int, ...], tuple[int, ...]] | tuple[()] = ()
     first: tuple[int, int] = (0, 0)
     rates: tuple[float, ...] = ()
+    precision: str = "default"
 
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of all weights."""
@@ -54,6 +56,10 @@ class Call:
 
     def canonical(self, query: Any, key: Any, value: Any) -> tuple[AttentionSpec, Operands]:
         """What the public function makes of it."""
+        with jax.default_matmul_precision(self.precision):
+            return self._canonical(query, key, value)
+
+    def _canonical(self, query: Any, key: Any, value: Any) -> tuple[AttentionSpec, Operands]:
         given = {"dropout_rate": self.rate, "dropout_key": KEY, "broadcast_dropout": self.broadcast}
         options: dict[str, Any] = {**dict(self.options), **given}
         if self.packed:
@@ -123,10 +129,13 @@ def check_gradients(call: Call, arch: str, tolerance: float = 2**-6) -> None:
         emulated_ops.emulate(patch, arch)
         out, lse = passes.forward(spec, operands)
         found = passes.backward(spec, operands, out, lse, dout, dlse, names)
+    spec = dataclasses.replace(spec, precision="default")
     single = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in names})
     wanted, wanted_lse = xla.forward(spec, single)
     expected = xla.backward(spec, single, wanted, wanted_lse, dout.astype(jnp.float32), dlse, names)
-    np.testing.assert_allclose(lse, wanted_lse, atol=1e-4, rtol=1e-4)
+    # Logits have the rounding of their operands, which other products hardly have.
+    of_lse = 1e-4 if call.precision == "default" else 2e-3
+    np.testing.assert_allclose(lse, wanted_lse, atol=of_lse, rtol=of_lse)
     results = {"out": (out, wanted)} | {x: (getattr(found, x), getattr(expected, x)) for x in names}
     for name, (got, right) in results.items():
         got, right = (np.asarray(x.astype(jnp.float32)) for x in (got, right))
