@@ -63,11 +63,13 @@ def _passes(operands: Operands, dout: jax.Array, *, factor_on_p: bool) -> tuple[
 
 
 @pytest.mark.parametrize("factor_on_p", [True, False], ids=["hopper", "portable"])
-@pytest.mark.parametrize("rates", [(0.2, 0.5, 0.9, 0.9995), (1.0,)], ids=["rates", "none-kept"])
+@pytest.mark.parametrize("rates", [(0.2, 0.5, 0.9, 0.99), (1.0,)], ids=["rates", "none-kept"])
 def test_gradients_have_the_errors_of_float16(rates: tuple[float, ...], factor_on_p: bool) -> None:
     random = np.random.default_rng(0)
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H)
     *arrays, dout = (jnp.asarray(random.standard_normal(x), jnp.float32) for x in shapes)
+    # Some weights are near 1, and rows of values and cotangents have one direction, so that bounds are reached.
+    arrays[0], arrays[2], dout = 6 * arrays[0], 1 + 0.1 * arrays[2], 1 + 0.1 * dout
     numbers = [dropout.numbers(jnp.array([1, 2], jnp.uint32), rate, B, N) for rate in rates]
     numbers = jnp.stack([numbers[n % len(rates)][:, n] for n in range(N)], axis=1)
     call = calls.quick_jit(functools.partial(_passes, factor_on_p=factor_on_p))
