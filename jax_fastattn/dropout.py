@@ -8,8 +8,9 @@ keys c and c + 8 of a block of 16. One lane of a warp holds these four in an acc
 or keys.
 
     counter = (8 (i // 16) + i % 8 + first query + number 0, 8 (j // 16) + j % 8 + first key + number 1)    mod 2^32
-    (x, y) = 6 times: (high(M x) ^ y ^ CONSTANT, low(M x)), the last time without the constant
-    bits = x if i // 8 is even, else y; the low half of it if j // 8 is even, else the high half
+    (x, y) = counter;    a = M0 x + y;    a = M1 mix(a, 16) + y;    a = mix(a, 15);    b = M2 a + x;    c = M3 b + a
+    mix(z, n) = z ^ (z >> n)                                                                      all mod 2^32
+    bits = mix(b, 15) if i // 8 is even, else mix(c, 15); its low half if j // 8 is even, else its high half
     kept = bits % 2^15 >= 2^15 - keeps                          keeps = 2^15 - round(2^15 rate)
 
 The numbers of a head are the first two words of Philox 4x32-10, keyed by the first two words of the key, at the counter
@@ -29,9 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_fastattn.limits import DROPOUT_CONSTANT as CONSTANT
-from jax_fastattn.limits import DROPOUT_MULTIPLIER as MULTIPLIER
-from jax_fastattn.limits import DROPOUT_ROUNDS as ROUNDS
+from jax_fastattn.limits import DROPOUT_MULTIPLIERS as MULTIPLIERS
 from jax_fastattn.limits import DROPOUT_STEPS as STEPS
 
 # The operand `[b, n, SIZE]` has these numbers of each head: the two of its counter, how many of `STEPS` values of the
@@ -84,10 +83,7 @@ def kept(
     x, is_lower = _counter(queries.reshape(*ahead, -1), first_query, is_packed)
     y, is_right = _counter(keys.reshape(*ahead, -1), first_key, is_packed)
     x, y = (x + head[..., QUERY_NUMBER, :])[..., :, None], (y + head[..., KEY_NUMBER, :])[..., None, :]
-    for step in range(ROUNDS):
-        high, low = _wide_product(x, MULTIPLIER)
-        x, y = (high ^ y if step == ROUNDS - 1 else high ^ y ^ jnp.uint32(CONSTANT)), low
-    bits = jnp.where(is_lower[..., :, None], y, x)
+    bits = jnp.where(is_lower[..., :, None], *reversed(_word(x, y)))
     bits = jnp.where(is_right[..., None, :], bits >> 16, bits)
     return (bits & (STEPS - 1)) + head[..., KEEPS, :][..., None] >= STEPS
 
@@ -107,6 +103,19 @@ def _counter(rows: jax.Array, first: jax.Array, is_packed: bool) -> tuple[jax.Ar
     row = rows.astype(jnp.uint32) - first if is_packed else rows.astype(jnp.uint32) + first
     word = ((row >> 4) << 3) + (row & 7)
     return word + first if is_packed else word, (row >> 3) & 1 == 1
+
+
+def _word(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two halves of the word at a counter."""
+    first, second, third, last = (jnp.uint32(m) for m in MULTIPLIERS)
+    a = x * first + y
+    a = _mix(_mix(a, 16) * second + y, 15)
+    b = a * third + x
+    return _mix(b, 15), _mix(b * last + a, 15)
+
+
+def _mix(x: jax.Array, count: int) -> jax.Array:
+    return x ^ (x >> count)
 
 
 def _philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

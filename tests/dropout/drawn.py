@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MULTIPLIER, CONSTANT, LOW = np.uint64(0xD256D193), np.uint64(0x9E3779B9), np.uint64(0xFFFFFFFF)
-ROUNDS = 6
+MULTIPLIERS = [np.uint64(x) for x in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xD256D193)]
+LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
@@ -22,17 +22,24 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     return c
 
 
-def words(x: np.ndarray, y: np.ndarray, rounds: int = ROUNDS) -> tuple[np.ndarray, np.ndarray]:
-    """The two halves of the words at counters (x, y), uint64 with 32 bits each."""
-    for step in range(rounds):
-        product = x * MULTIPLIER
-        x, y = (product >> np.uint64(32)) ^ y, product & LOW
-        x = x ^ CONSTANT if step < rounds - 1 else x
-    return x, y
+def words(x: np.ndarray, y: np.ndarray, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The halves of the words at counters (x, y), uint64 with 32 bits each; `skip` leaves the second product out."""
+
+    def product(z: np.ndarray, i: int, added: np.ndarray) -> np.ndarray:
+        return (z * MULTIPLIERS[i] + added) & LOW
+
+    def mixed(z: np.ndarray, count: int) -> np.ndarray:
+        return z ^ (z >> np.uint64(count))
+
+    a = mixed(product(x, 0, y), 16)
+    if not skip:
+        a = mixed(product(a, 1, y), 15)
+    b = product(a, 2, x)
+    return mixed(b, 15), mixed(product(b, 3, a), 15)
 
 
 def bits(
-    numbers: Sequence[int], length: int, keys: int, first: tuple[int, int] = (0, 0), rounds: int = ROUNDS
+    numbers: Sequence[int], length: int, keys: int, first: tuple[int, int] = (0, 0), *, skip: bool = False
 ) -> np.ndarray:
     """The 15 bits of each pair of a head, uint16 `[length, keys]`."""
     blocks = -(-length // 16), -(-keys // 16)
@@ -40,7 +47,7 @@ def bits(
         (np.arange(8 * count, dtype=np.uint64) + np.uint64((number + start) % 2**32)) & LOW
         for count, number, start in zip(blocks, numbers, first, strict=True)
     )
-    a, b = words(*np.broadcast_arrays(x[:, None], y[None, :]), rounds)
+    a, b = words(*np.broadcast_arrays(x[:, None], y[None, :]), skip=skip)
     found = np.empty((blocks[0], 2, 8, blocks[1], 2, 8), np.uint16)
     for lower, word in enumerate((a, b)):
         for right, shift in enumerate((0, 16)):

@@ -129,3 +129,8 @@ def on_words(op: str, *words: Int32) -> Int32:
         "select": lambda: (y & ~x) | (others[-1] & x),
         "stop_gradient": lambda: x,
     }[op]()
+
+
+def shifted(x: Int32, count: Int32 | int) -> Int32:
+    """Returns x shifted to the right, with zeros from the left."""
+    return Int32(cutlass.Uint32(x) >> cutlass.Uint32(count))

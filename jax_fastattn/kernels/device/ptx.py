@@ -402,13 +402,6 @@ def load_global_byte(address: Int64, *, loc: Any = None, ip: Any = None) -> Int3
 
 
 @dsl_user_op
-def multiply_wide(x: Int32, constant: int, *, loc: Any = None, ip: Any = None) -> Registers:
-    """Returns the low and the high half of the product of an unsigned number and a constant."""
-    product = asm(f"mul.wide.u32 $0, $1, {constant};", "l", "r", [x], False, loc, ip)
-    return asm("mov.b64 {$0, $1}, $2;", "rr", "l", [product], False, loc, ip)
-
-
-@dsl_user_op
 def permute(x: Int32, y: Int32, selector: int, *, loc: Any = None, ip: Any = None) -> Int32:
     """Returns four of the eight bytes of x and y, or the sign of a byte in all of its bits, see PTX's `prmt`."""
     return asm(f"prmt.b32 $0, $1, $2, {selector};", "r", "rr", [x, y], False, loc, ip)

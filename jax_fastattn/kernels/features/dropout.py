@@ -18,9 +18,10 @@ from cutlass import Float32, Int32, Int64, cute
 from jax_fastattn.kernels.arguments.dropout import FACTOR_OFFSET, NBYTES, DropoutNumbers
 from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.instructions import shifted
 from jax_fastattn.kernels.features.feature import Feature, FeatureArguments
 from jax_fastattn.kernels.features.places import Element, Head, ScoreTile
-from jax_fastattn.limits import DROPOUT_CONSTANT, DROPOUT_MULTIPLIER, DROPOUT_ROUNDS
+from jax_fastattn.limits import DROPOUT_MULTIPLIERS
 
 # Selectors of `ptx.permute`: the signs of the lower or the upper halves of two words, each in 16 bits.
 _SIGNS = 0xDD99, 0xFFBB
@@ -114,11 +115,22 @@ class Dropout(Feature):
         if place not in self.words:
             row, column = 8 * row_block, 8 * column_block + column
             query, key = (column, row) if self.tile.transposed else (row, column)
-            x, y = self.counter[0] + query, self.counter[1] + key
-            for step in range(DROPOUT_ROUNDS):
-                low, high = ptx.multiply_wide(x, DROPOUT_MULTIPLIER)
-                x, y = high ^ y, low
-                if step < DROPOUT_ROUNDS - 1:
-                    x = x ^ Int32(DROPOUT_CONSTANT - (1 << 32))
-            self.words[place] = [(z & Int32(_FIFTEEN_BITS)) + self.numbers.compared for z in (x, y)]
+            word = _word(self.counter[0] + query, self.counter[1] + key)
+            self.words[place] = [(z & Int32(_FIFTEEN_BITS)) + self.numbers.compared for z in word]
         return self.words[place]
+
+
+def _word(x: Int32, y: Int32) -> tuple[Int32, Int32]:
+    """Returns the two halves of the word at a counter.
+
+    Products have 32 bits: next to products of tensor cores, each of 64 bits takes 20 cycles (notebook/dropout.md).
+    """
+    first, second, third, last = (Int32(m - (m >> 31 << 32)) for m in DROPOUT_MULTIPLIERS)
+    a = x * first + y
+    a = _mix(_mix(a, 16) * second + y, 15)
+    b = a * third + x
+    return _mix(b, 15), _mix(b * last + a, 15)
+
+
+def _mix(x: Int32, count: int) -> Int32:
+    return x ^ shifted(x, count)

@@ -8,18 +8,14 @@ steps: in each step a lane has one word, so that neighboring lanes read what lie
 
 from dataclasses import dataclass
 
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.instructions import shifted
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 
 # One warp makes the bits of this many queries of a tile.
 WARP_ROWS = 32
-
-
-def shifted(x: Int32, count: Int32 | int) -> Int32:
-    """Returns x shifted to the right, with zeros from the left."""
-    return Int32(Uint32(x) >> Uint32(count))
 
 
 @dataclass(frozen=True)

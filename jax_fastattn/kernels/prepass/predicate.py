@@ -10,8 +10,9 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.prepass import PrepassBuffers, PrepassScalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device.instructions import shifted
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape, shifted
+from jax_fastattn.kernels.prepass.matrix import BitMatrix, MatrixShape
 from jax_fastattn.kernels.prepass.program import MaskProgram, Parts
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import Bounds, TileRange
