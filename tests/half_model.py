@@ -17,7 +17,7 @@ import numpy as np
 from testing.poison import visible_rows
 
 from jax_fastattn.ops.cuda.half import backward_half, forward_half, times_power
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import AttentionSpec, Gradients, Operands
 
 
 class Results(NamedTuple):
@@ -34,8 +34,15 @@ def _half(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def model(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Array | None = None) -> Results:
-    """Returns what kernels make of a call: they round P and dS, and add up in float32."""
-    kv_heads = operands.key.shape[2]
+    """Returns what kernels make of a call."""
+    out, lse = forward_model(spec, operands)
+    found = backward_model(spec, operands, out, lse, dout, dlse)
+    assert found.query is not None and found.key is not None and found.value is not None
+    return Results(out, lse, found.query, found.key, found.value)
+
+
+def forward_model(spec: AttentionSpec, operands: Operands, **_: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns output and log-sum-exp: kernels round P, and add up in float32."""
     with jax.default_matmul_precision("highest"):
         sees, seen, pairs = visible_rows(spec, operands)
         forward = forward_half(spec, operands)
@@ -46,11 +53,26 @@ def model(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Ar
         rounded = _half(weights * 2.0**6) * 2.0**-6
         total = rounded.sum(-1, keepdims=True)
         out = jnp.where(total == 0, 0.0, jnp.einsum("bnts,bnsd->bntd", rounded, value) / total).swapaxes(1, 2)
-        out = times_power(out, forward.out[..., None])
-        lse = (top + jnp.log(total))[..., 0].swapaxes(1, 2)
+        return times_power(out, forward.out[..., None]), (top + jnp.log(total))[..., 0].swapaxes(1, 2)
 
+
+def backward_model(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *_: Any,
+    **__: Any,
+) -> Gradients:
+    """Returns the gradients of query, key and value: kernels round P and dS, and add up in float32."""
+    kv_heads = operands.key.shape[2]
+    with jax.default_matmul_precision("highest"):
+        sees, seen, pairs = visible_rows(spec, operands)
         backward = backward_half(spec, operands, out, lse, dout, dlse)
         query, key, value = _by_heads(backward.operands, sees, seen)
+        logits = jnp.where(pairs, backward.spec.scale * jnp.einsum("bnth,bnsh->bnts", query, key), -jnp.inf)
         given = {name: jnp.asarray(x).astype(jnp.float32).swapaxes(1, 2) for name, x in backward.residuals.items()}
         # Kernels take no statistics of rows that see nothing, and zero what they hold.
         given["dout"] = jnp.where(sees.swapaxes(1, 2)[..., None], given["dout"], 0.0)
@@ -63,7 +85,7 @@ def model(spec: AttentionSpec, operands: Operands, dout: jax.Array, dlse: jax.Ar
             _groups(jnp.einsum("bnts,bntd->bsnd", _half(p), given["dout"]), kv_heads),
         )
         exponents = backward.query, backward.key, backward.value
-        return Results(out, lse, *(times_power(x, y[..., None]) for x, y in zip(found, exponents, strict=True)))
+        return Gradients(*(times_power(x, y[..., None]) for x, y in zip(found, exponents, strict=True)))
 
 
 def _by_heads(operands: Operands, sees: jax.Array, seen: jax.Array) -> list[jax.Array]:
