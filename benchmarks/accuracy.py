@@ -4,12 +4,14 @@
 
     python benchmarks/accuracy.py                        # ours and jax.nn's XLA path
     python benchmarks/accuracy.py --implementations jax_fastattn jax.nn-cudnn fa4-jax dew-flash-attn jax.nn-xla
+    python benchmarks/accuracy.py --rows                 # errors of rows in float32: a minute on a GPU
     python benchmarks/accuracy.py --report               # makes the tables and plots of docs/numerics.md from records
 
 The draws vary one thing at a time: the spread of logits, a channel of outliers, the length, the head dim, the mask, the
 dtype, and in float32 the setting of `jax.default_matmul_precision`, which holds for every implementation. An error is
 the root mean square, or the largest element, of the difference to NumPy in float64 on the same rounded operands. Tables
-divide it by the error of jax.nn's XLA path in the same dtype and setting.
+divide it by the error of jax.nn's XLA path in the same dtype and setting. Draws by row also have the median and the
+99th percentile of the error of a row over the size of the row.
 
 Each implementation has a process of its own, and all of them run at once: times are not measured. The output is one
 record with the errors themselves.
@@ -44,6 +46,7 @@ from jax_fastattn.spec import Operands
 
 RESULT_NAMES = ("out", "dq", "dk", "dv")
 KINDS = {"rms": "root-mean-square errors", "max": "largest errors"}
+ROW_KINDS = {"median": "medians of the errors of rows", "p99": "99th percentiles of the errors of rows"}
 BASELINE = "jax.nn-xla"
 PAGE = ROOT / "docs" / "numerics.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
@@ -60,11 +63,17 @@ class Draw:
         spread: the standard deviation of the logits.
         has_outliers: whether channel 7 of the queries is 448, and that of the keys uniform in 1692 to 1880, as in a
             served model.
+        large: operands, rows, and factors on all elements of the row.
+        falling: rows of the cotangent fall from 1 to 2 to the power of minus this.
+        has_rows: whether errors of rows count.
     """
 
     case: Case = field(default=Case("bfloat16", 1, 1024, 1024, 2, 1, 128))
     spread: float = 1.0
     has_outliers: bool = False
+    large: tuple[tuple[str, int, float], ...] = ()
+    falling: int = 0
+    has_rows: bool = False
 
     def arrays(self) -> list[np.ndarray]:
         """Returns query, key, value and the cotangent of the output, `[B, T, N, H]`, in the dtype of the case."""
@@ -74,6 +83,9 @@ class Draw:
         query, key = (x * math.sqrt(self.spread) for x in (query, key))
         if self.has_outliers:
             query[..., 7], key[..., 7] = 448.0, rng.uniform(1692, 1880, shape[:3])
+        dout *= np.exp2(-np.linspace(0, self.falling, shape[1]))[:, None, None]
+        for name, row, factor in self.large:
+            {"query": query, "key": key, "value": value, "dout": dout}[name][:, row] *= factor
         return [x.astype(jax.numpy.dtype(case.dtype)) for x in (query, key, value, dout)]
 
 
@@ -91,8 +103,35 @@ DRAWS |= {"causal": Draw(_at(is_causal=True)), "float16": Draw(_at(dtype="float1
 SETTINGS = ("default", "TF32_TF32_F32", "BF16_BF16_F32", "BF16_BF16_F32_X3", "TF32_TF32_F32_X3", "highest")
 DRAWS |= {f"float32-{setting}": Draw(_at(dtype="float32", precision=setting)) for setting in SETTINGS}
 DRAWS |= {"float32-X3-8192": Draw(_at(8192, dtype="float32", precision="BF16_BF16_F32_X3"))}
+
+
+def _row_draws(precision: str) -> dict[str, Draw]:
+    """Returns the draws of which errors of rows count, in float32 under a setting."""
+
+    def draw(length: int, head_dim: int = 64, spread: float = 1.0, *, is_causal: bool = True, **more: Any) -> Draw:
+        case = _at(length, head_dim, dtype="float32", precision=precision, is_causal=is_causal)
+        return Draw(case, spread, has_rows=True, **more)
+
+    found = {f"spread-{x:g}-{length}": draw(length, spread=x) for length in (512, 4096) for x in (1, 3, 5, 11)}
+    found |= {f"full-{length}": draw(length, is_causal=False) for length in (512, 4096)}
+    found |= {
+        "head-dim-128": draw(512, 128),
+        "head-dim-256": draw(512, 256),
+        "head-dim-256-spread-5": draw(512, 256, 5),
+    }
+    found["cotangent-row"] = draw(512, large=(("dout", 100, 1e3),))
+    found["cotangents-fall"] = draw(512, falling=10)
+    found["outliers"] = draw(1024, 128, is_causal=False, has_outliers=True)
+    found["value-and-cotangent"] = draw(512, large=(("value", 300, 1e3), ("dout", 400, 1e3)))
+    found["ranges"] = draw(512, large=(("key", 200, 30.0), ("value", 300, 1e3)), falling=24)
+    return found
+
+
+ROWS = {f"half-{name}": draw for name, draw in _row_draws("TF32_TF32_F32").items()}
+ROWS |= {f"x3-{x}": _row_draws("BF16_BF16_F32_X3")[x] for x in ("spread-5-512", "spread-11-4096", "ranges")}
 TINY = {f"tiny-{name}": Draw(_at(40, 16), 1.0, name == "outliers") for name in ("plain", "outliers")}
 TINY |= {"tiny-float32": Draw(_at(40, 16, dtype="float32", precision="highest"))}
+TINY |= {"tiny-rows": Draw(_at(40, 16), large=(("dout", 3, 1e3),), falling=10, has_rows=True)}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -100,7 +139,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--implementations", nargs="+", choices=IMPLEMENTATIONS, default=["jax_fastattn", BASELINE], metavar="NAME"
     )
-    parser.add_argument("--draws", nargs="+", choices=DRAWS | TINY, default=list(DRAWS), metavar="DRAW")
+    parser.add_argument("--draws", nargs="+", choices=DRAWS | ROWS | TINY, default=list(DRAWS), metavar="DRAW")
+    parser.add_argument("--rows", dest="draws", action="store_const", const=list(ROWS), help="draws by row")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/accuracy-<date>-<gpu>.json")
     parser.add_argument("--report", action="store_true", help="write tables and plots of all records, measure nothing")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
@@ -120,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     output = options.output or RESULTS / f"accuracy-{record['date'][:10]}-{slug(record['gpu'])}.json"
     output.write_text(json.dumps(record, indent=1) + "\n")
     if len(options.implementations) > 1:
-        print(table(record, "rms"), table(record, "max"), f"the record is {output}", sep="\n\n")
+        print(*(table(record, kind) for kind in kinds(record)), f"the record is {output}", sep="\n\n")
 
 
 def _apart(names: list[str], draws: list[str]) -> dict[str, dict[str, Any]]:
@@ -141,7 +181,7 @@ def _apart(names: list[str], draws: list[str]) -> dict[str, dict[str, Any]]:
 
 def measured(name: str, draws: list[str]) -> dict[str, dict[str, Any]]:
     """Returns the errors of one implementation by draw; for the baseline also the sizes of exact results."""
-    chosen = {draw: (DRAWS | TINY)[draw] for draw in draws}
+    chosen = {draw: (DRAWS | ROWS | TINY)[draw] for draw in draws}
     if name == "jax_fastattn" and jax.default_backend() == "gpu":
         prepare(draw.case for draw in chosen.values())
     found: dict[str, dict[str, Any]] = {}
@@ -153,7 +193,7 @@ def measured(name: str, draws: list[str]) -> dict[str, dict[str, Any]]:
             if IMPLEMENTATIONS[name].version() is None:
                 raise ModuleNotFoundError("not installed")
             results = [np.asarray(x).astype(np.float64) for x in program(name, draw.case)(*arrays)]
-            found[label][name] = errors(results, exact)
+            found[label][name] = errors(results, exact, by_row=draw.has_rows)
         except Exception as error:  # whatever a peer raises is its record
             found[label][name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return found
@@ -205,14 +245,26 @@ def exact_results(
     return results
 
 
-def errors(results: list[np.ndarray], exact: list[np.ndarray]) -> Errors:
-    """Returns the root mean square and the largest of the differences."""
+def errors(results: list[np.ndarray], exact: list[np.ndarray], *, by_row: bool = False) -> Errors:
+    """Returns the root mean square and the largest of the differences, and statistics of rows."""
     found: Errors = {}
     for name, x, y in zip(RESULT_NAMES, results, exact, strict=True):
         difference = x - y
         values = {"rms": float(np.sqrt(np.mean(difference**2))), "max": float(np.abs(difference).max())}
+        if by_row:
+            error, size = (np.sqrt((z**2).mean(-1)) for z in (difference, y))
+            # Causal masks leave rows of dq 0. Errors of rows that are almost 0 are another question.
+            counts = size > 1e-12 * size.max()
+            relative = error[counts] / size[counts]
+            values |= {"median": float(np.median(relative)), "p99": float(np.percentile(relative, 99))}
         found[name] = {kind: float(f"{z:.3g}") if math.isfinite(z) else None for kind, z in values.items()}
     return found
+
+
+def kinds(record: dict[str, Any]) -> dict[str, str]:
+    """Returns the kinds of errors of a record, and their titles."""
+    rows = any("p99" in x["out"] for row in record["errors"].values() for x in row.values() if "out" in x)
+    return KINDS | (ROW_KINDS if rows else {})
 
 
 def columns(record: dict[str, Any]) -> list[str]:
@@ -240,6 +292,8 @@ def table(record: dict[str, Any], kind: str) -> str:
     header = ["draw", "jax.nn XLA, relative", *names]
     lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
     for draw, row in record["errors"].items():
+        if kind in ROW_KINDS and not any(kind in x.get("out", {}) for x in row.values()):
+            continue
         cells = [draw, _relative(row, BASELINE, kind)]
         for name in names:
             ratios = [ratio(row, name, x, kind) for x in RESULT_NAMES]
@@ -258,7 +312,9 @@ def _relative(row: dict[str, Any], name: str, kind: str) -> str:
     """Returns the errors of an implementation over the root mean square of each exact result."""
     if "out" not in row.get(name, {}):
         return "-"
-    found = {x: (row[name][x][kind], row["exact"][x]["rms"]) for x in RESULT_NAMES}
+    # Errors of rows are relative already.
+    sizes = {x: 1.0 if kind in ROW_KINDS else row["exact"][x]["rms"] for x in RESULT_NAMES}
+    found = {x: (row[name][x][kind], sizes[x]) for x in RESULT_NAMES}
     return " / ".join("nan" if error is None else f"{error / size:.2g}" for error, size in found.values())
 
 
@@ -271,7 +327,7 @@ def section(path: Path) -> str:
     if missing:
         reasons = ", ".join(f"{name} ({error})" for name, error in sorted(missing.items()))
         parts[-1] += f" Some draws have no result of {reasons}."
-    for kind, title in KINDS.items():
+    for kind, title in kinds(record).items():
         parts += [f"Ratios of {title}, output / dq / dk / dv:", table(record, kind)]
     return "\n\n".join([*parts, f"![The ratios of root-mean-square errors]({link.removesuffix('json')}png)"])
 

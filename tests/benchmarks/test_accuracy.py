@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import accuracy
 import peers
 
-PLAIN, OUTLIERS, SINGLE = accuracy.TINY
+PLAIN, OUTLIERS, SINGLE, ROWS = accuracy.TINY
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,6 +124,20 @@ def test_a_peer_that_is_missing_is_named(record: dict[str, Any], tmp_path: Path)
     accuracy.write(page, tmp_path)
     assert text in page.read_text() and "old" not in page.read_text()
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_draws_by_row_have_statistics_of_rows() -> None:
+    found = record_of("jax_fastattn", accuracy.BASELINE, draws=(PLAIN, ROWS))
+    assert accuracy.kinds(found) == accuracy.KINDS | accuracy.ROW_KINDS
+    row = found["errors"][ROWS]
+    for result in accuracy.RESULT_NAMES:
+        # One row is 1000 times the others: it has most of the root mean square, and little of the median.
+        assert 2**-12 < row["jax_fastattn"][result]["median"] <= row["jax_fastattn"][result]["p99"] < 0.1
+    assert f"| {ROWS} |" in accuracy.table(found, "p99") and f"| {PLAIN} |" not in accuracy.table(found, "p99")
+    draw = accuracy.ROWS["half-ranges"]
+    query, key, value, dout = draw.arrays()
+    assert abs(value[0, 300]).max() > 100 * abs(value[0, 0]).max() and abs(dout[0, -1]).max() < 2**-20
+    assert draw.case.precision == "TF32_TF32_F32" and query.dtype == key.dtype == np.float32
 
 
 def test_results_that_are_not_finite_are_shown(record: dict[str, Any]) -> None:
