@@ -135,6 +135,18 @@ def test_a_number_that_was_changed_in_place_is_read_again() -> None:
     calls.assert_same(before, attention(Q, K, V, scale=0.5))
 
 
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_a_call_with_a_function_keeps_no_program(name: str, traces: list[bool]) -> None:
+    """A value that the function captures may have changed since the last call."""
+    captured = [1]
+    mods = {"score_mod": lambda s, b, h, q, k: captured[0] * s, "mask_mod": lambda b, h, q, k: q >= k - captured[0]}
+    first = attention(Q, K, V, **{name: mods[name]})
+    captured[0] = 3
+    second = attention(Q, K, V, **{name: mods[name]})
+    assert traces == [False, False] and eager._program.cache_info().currsize == 0
+    assert (first != second).any()
+
+
 def test_an_offset_of_each_token_compiles_no_program_of_its_own() -> None:
     """A loop that decodes passes another one in each step."""
     found = [attention(Q[:, :1], K, V, query_offset=step, is_causal=True) for step in (1, 2)]

@@ -9,8 +9,9 @@ A signature has what the program may depend on:
   as x64, the precision of products, the default device, the mesh and `target_arch`: `jax.jit` tells these apart.
 
 Other calls run as they are: a call inside a transformation, whose program is the caller's; a call with NumPy arrays,
-lists or other objects that may change; and a call under `debug_nans`, `debug_infs` or `debug_key_reuse`. Under
-`disable_jit`, `jax.jit` itself runs the function as it is.
+lists or other objects that may change; a call with a `score_mod` or `mask_mod`, since captured values may change, too;
+and a call under `debug_nans`, `debug_infs` or `debug_key_reuse`. Under `disable_jit`, `jax.jit` itself runs the
+function as it is.
 """
 
 from __future__ import annotations
