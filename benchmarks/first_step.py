@@ -3,6 +3,7 @@
 """Measures what the kernels of a model add to its first step: seconds to compile, and MiB on disk.
 
     python benchmarks/first_step.py             # needs the compiler and no GPU
+    python benchmarks/first_step.py --step llama3-8b --parts    # a step without workers, and where its seconds go
     python benchmarks/first_step.py --report    # makes the table of docs/first_step.md from the newest record
 
 A step is the gradient of a loss through one attention layer of each kind that a model has. It is traced and lowered for
@@ -14,16 +15,21 @@ compiles all kernels itself. Layers of a kind share their kernels, whatever thei
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -100,9 +106,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     parser.add_argument("--report", action="store_true", help="write the table, measure nothing")
     parser.add_argument("--step", choices=MODELS, help="lower the step of a model in this process, and print times")
+    parser.add_argument("--parts", action="store_true", help="of --step: its parts, without workers, in an empty cache")
     options = parser.parse_args(argv)
+    if options.parts and not options.step:
+        parser.error("--parts needs --step")
     if options.report:
         PAGE.write_text(filled(PAGE, RESULTS))
+        return
+    if options.parts:
+        print(json.dumps(parts(MODELS[options.step])))
         return
     if options.step:
         print(json.dumps(lowered(MODELS[options.step])))
@@ -155,6 +167,71 @@ def lowered(model: Model) -> dict[str, Any]:
         jax.jit(jax.grad(loss)).trace(arrays, shapes).lower(lowering_platforms=("cuda",))
     seconds, cpu = time.perf_counter() - begin, _cpu_seconds() - begin_cpu
     return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "compiled": ffi.compile_count()}
+
+
+def parts(model: Model) -> dict[str, Any]:
+    """Returns the seconds of a cold step in this process, which has no workers, and those of its parts.
+
+    The parts are `imports` from the start of the process, `compiler` to import the compiler, `kernels` to trace kernels
+    by Python, `passes` of MLIR, `binary` for the pass that makes cubins, ptxas included, and `rest`: JAX's tracing and
+    lowering, and entries of the cache.
+    """
+    imports, imports_cpu = _age(), _cpu_seconds()
+    begin = time.perf_counter()
+    from cutlass._mlir.passmanager import PassManager
+
+    from jax_fastattn.compilation import compiler
+
+    loaded = time.perf_counter() - begin
+    spent: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if name == "passes":
+                arguments[0].enable_timing()
+            begin = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                spent[name] += time.perf_counter() - begin
+
+        return call
+
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as report:
+        variables = {"JAX_FASTATTN_CACHE_DIR": cache, "JAX_FASTATTN_WORKERS": "0"}
+        with (
+            mock.patch.dict(os.environ, variables),
+            mock.patch.object(compiler, "_compile", timed("compilation", compiler._compile)),
+            mock.patch.object(PassManager, "run", timed("passes", PassManager.run)),
+            _standard_error_in(report),
+        ):
+            found = lowered(model)
+        report.seek(0)
+        # The DSL tells times of passes in text alone.
+        binary = sum(map(float, re.findall(r"([\d.]+) \([ \d.%]+\)  CudaToBinaryPass", report.read())))
+    spent["kernels"] = spent["compilation"] - spent["passes"]
+    spent["passes"] -= binary
+    rest = found["seconds"] - spent.pop("compilation")
+    seconds = {"imports": imports, "imports_cpu": imports_cpu, "compiler": loaded, "binary": binary, "rest": rest}
+    return found | {"parts": {name: round(x, 2) for name, x in (seconds | spent).items()}}
+
+
+def _age() -> float:
+    """Returns the seconds since this process started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _standard_error_in(file: IO[str]) -> Iterator[None]:
+    """Lets libraries write to a file where they write to standard error."""
+    kept = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _cpu_seconds(whose: int = resource.RUSAGE_SELF) -> float:

@@ -3,6 +3,8 @@
 """benchmarks/first_step.py: its steps compile what its `warmup` compiles, and its page has the table of the record."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +49,16 @@ def test_the_record_shows_that_a_warm_step_compiles_nothing() -> None:
     for model in record["models"].values():
         assert model["warm"]["compiled"] == 0 < model["cold"]["compiled"]
         assert model["warm"]["cpu_seconds"] < model["cold"]["cpu_seconds"]
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_are_its_seconds() -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    command = [sys.executable, first_step.__file__, "--step", "t5-base", "--parts"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(first_step.ROOT)}
+    found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    parts = found["parts"]
+    assert {*parts} == {"imports", "imports_cpu", "compiler", "kernels", "passes", "binary", "rest"}
+    assert found["compiled"] > 0 and all(x > 0 for x in parts.values())
+    inside = sum(parts[x] for x in ("kernels", "passes", "binary", "rest"))
+    assert inside == pytest.approx(found["seconds"], abs=0.1)
