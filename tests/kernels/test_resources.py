@@ -369,6 +369,36 @@ def test_kernels_for_float32_in_float16_with_dropout_spill_little(arch: str, op:
     _assert_fits(spec, kept_resources(spec), DROPPED_HALVES[arch, op, head_dim])
 
 
+# Rows of products of float16, by family, GPU, operation, head dim and features. Two have local memory.
+HALF_FEATURES = {name: FEATURES[name] for name in ("causal", "bias-float32")}
+HALF_FEATURES |= {"packed": {**CAUSAL, "packed": True}, "listed": LISTED}
+HALF_FEATURES |= {"sinks": {**CAUSAL, "features": (codes.SOFT_CAP,), "dlse": True, "dsinks": True}}
+HALF_ROWS = [
+    *(("sm90", "sm_90a", op, dim, "causal") for op in ("forward", "backward") for dim in (96, 192, 256)),
+    *(("sm80", "sm_80", op, dim, "causal") for op in ("forward", "backward") for dim in (96, 192, 256)),
+    *(("sm80", "sm_86", op, 128, "causal") for op in ("forward", "backward")),
+    *(
+        (family, arch, op, dim, features)
+        for family, arch, dim in (("sm90", "sm_90a", 128), ("sm80", "sm_80", 64))
+        for op in ("forward", "backward")
+        for features in ("packed", "listed", "bias-float32", "sinks")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "arch", "op", "head_dim", "features"), HALF_ROWS)
+def test_kernels_for_float32_in_float16_with_features_fit(
+    family: str, arch: str, op: str, head_dim: int, features: str
+) -> None:
+    facts: dict[str, object] = dict(HALF_FEATURES[features])
+    if features == "sinks" and op == "forward":
+        facts = {**CAUSAL, "features": (codes.SOFT_CAP, codes.SINKS)}
+    spec = KernelSpec(op, arch, "float16", head_dim, head_dim, family=family, products="half", **facts)  # pyright: ignore[reportArgumentType]
+    spec = configured(spec)
+    allowed = {("forward", 64, "bias-float32"): 64, ("forward", 256, "causal"): 16} if family == "sm80" else {}
+    _assert_fits(spec, kept_resources(spec), allowed.get((op, head_dim, features), 0))
+
+
 @pytest.mark.parametrize(("op", "local_bytes"), [("forward", 8), ("backward", 24)])
 def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     """The forward kernel of 32 rows a warp has local memory, and the kernel of the bias's gradient."""
