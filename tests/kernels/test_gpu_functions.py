@@ -171,3 +171,56 @@ def test_random_calls(case: Case, family: str, monkeypatch: pytest.MonkeyPatch) 
     kernel = (portable_kernel if family == "portable" else kernel_spec)(problem, "backward", ffi.arch() or "")
     any_order = {"dquery", "dscale"} if kernel.config.adds_dq and not kernel.ordered else set()
     compare.assert_same_bits(first, second, any_order)
+
+
+# Slopes of both signs: heads with a negative one attend far away, where the gradient is a difference of large numbers.
+SLOPES = jnp.array([0.5, 0.02, -0.004, -0.05])
+ROWS = 2176
+# By name: a function, and the array whose gradient is compared.
+CAPTURED: dict[str, tuple[Any, Any]] = {
+    "slopes": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k), SLOPES),
+    "temperature": (lambda x: lambda s, b, h, q, k: s * x[h], jnp.array([1.0, 0.3, -0.7, 2.0])),
+    "buckets": (lambda x: lambda s, b, h, q, k: s + x[jnp.minimum(jnp.abs(k - q) // 40, 31), h], (32, 4)),
+    "distances": (lambda x: lambda s, b, h, q, k: s + x[k - q + ROWS, h], (2 * ROWS, 4)),
+    "table-times-score": (lambda x: lambda s, b, h, q, k: s * (1 + 0.5 * jnp.tanh(x[k - q + ROWS])), (2 * ROWS,)),
+    "keys": (lambda x: lambda s, b, h, q, k: s - SLOPES[h] * (q - k) + x[h, k], (4, ROWS)),
+    "tokens": (lambda x: lambda s, b, h, q, k: s * x[b, q], (2, ROWS)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_of_captured_arrays(
+    name: str, documents: bool, head_dim: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest error is within 1 % of the largest gradient in float32, and two runs give the same bits."""
+    _choose(family, monkeypatch)
+    make, given = CAPTURED[name]
+    random = jax.random.split(jax.random.key(7), 5)
+    query, key, value, dout = (
+        jax.random.normal(x, (2, ROWS, heads, head_dim), jnp.bfloat16)
+        for x, heads in zip(random[:4], (4, 2, 2, 4), strict=True)
+    )
+    captured = 1 + 0.3 * jax.random.normal(random[4], given) if isinstance(given, tuple) else given
+    ids = np.stack([np.searchsorted(ends, np.arange(ROWS), "right") for ends in ((700, 1500), (64, 2000))])
+    options = {"segment_ids": (jnp.asarray(ids, jnp.int32),) * 2} if documents else {}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(implementation: str, captured: jax.Array, *arrays: jax.Array) -> jax.Array:
+        def loss(captured: jax.Array) -> jax.Array:
+            with jax.numpy_dtype_promotion("standard"):  # as in the functions of users
+                out = jax_fastattn.attention(
+                    *arrays, score_mod=make(captured), deterministic=True, implementation=implementation, **options
+                )
+            return (out * dout.astype(out.dtype)).sum(dtype=jnp.float32)
+
+        return jax.grad(loss)(captured)
+
+    first, second = (np.asarray(gradient("cuda", captured, query, key, value)) for _ in range(2))
+    single = (x.astype(jnp.float32) for x in (query, key, value))
+    with jax.default_matmul_precision("highest"):
+        wanted = np.asarray(gradient("xla", captured, *single))
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, wanted, atol=0.01 * np.abs(wanted).max(), rtol=0)

@@ -199,6 +199,8 @@ def test_gradients_of_a_steep_function_in_float16_take_the_xla_path(factor: floa
 # By name: a function, and an array that it captures. Slopes have both signs, so that some heads attend far away.
 CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
     "slopes": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k), SLOPES[:N] * jnp.array([1.0, -10.0])),
+    "slopes-alone": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k), SLOPES[:N] * jnp.array([1.0, -10.0])),
+    "temperature-alone": (lambda x: lambda s, b, h, q, k: s * x[h], jnp.array([1.3, -0.6])),
     "scalar": (lambda x: lambda s, b, h, q, k: x * jnp.tanh(s / x), jnp.float32(1.5)),
     "keys": (lambda x: lambda s, b, h, q, k: s - SLOPES[h] * (q - k) + x[h, k], COLUMNS[:N, :S]),
     "table": (lambda x: lambda s, b, h, q, k: s + x[k - q + T, h], TABLE[: T + 128, :N]),
@@ -210,6 +212,7 @@ CAPTURED: dict[str, tuple[Callable[[Any], Mod], Any]] = {
     ),
 }
 CALLS = [("slopes", "sm_90a", 64), ("slopes", "sm_80", 64), ("scalar", "sm_90a", 128)]
+CALLS += [(name, arch, 128) for name in ("slopes-alone", "temperature-alone") for arch in ("sm_90a", "sm_80")]
 CALLS += [("temperature-of-tokens", "sm_90a", 192), ("temperature-of-tokens", "sm_80", 64)]
 CALLS += [(name, arch, 64) for name in ("table", "table-times-score", "keys", "factor") for arch in ("sm_90a", "sm_80")]
 # These run at every commit.
@@ -228,6 +231,8 @@ def test_gradients_of_captured_arrays(name: str, arch: str, head_dim: int, monke
     keys, options = S, {"segment_ids": (IDS[:, :T], IDS[:, :S])}
     if name == "table":  # one batch entry has a full tile in its lists, with rows past the last query
         keys, options = 128, {"segment_ids": (IDS[:, :T], IDS[:, :128].at[0].set(0))}
+    if name.endswith("-alone"):  # no ids, and far keys
+        keys, options = 400, {}
     if name.startswith("table-"):  # without lists, and with two diagonals of tiles
         keys, options = 200, {"query_seq_lengths": jnp.array([T, 23]), "local_window_size": (None, 90)}
     shapes = ((B, T, N, head_dim), (B, keys, K, head_dim), (B, keys, K, head_dim), (B, T, N, head_dim))
