@@ -43,7 +43,8 @@ def canonicalize(
         "query_offset": query_offset,
     }
     batched = arguments.is_batched(query)
-    found, planes = programs(axes, q.dtype, score_mod, mask_mod)
+    in_order = validation.check_flag("deterministic", static.get("deterministic", False))
+    found, planes = programs(axes, q.dtype, score_mod, mask_mod, in_order=in_order)
     if isinstance(mask_mod, BlockMask):
         predicate, static = _of_block_mask(mask_mod, axes, hiding, static)
         found["kept"] = mask_mod.kept

@@ -47,7 +47,8 @@ def canonicalize(
     offset = _packed_offset(query_offset, sequences)
     offset, static = arguments.near_offset(axes, offset, static)
     rows = None if score_mod is None and mask_mod is None else packed_rows(sequences, (axes["T"], axes["S"]))
-    found, planes = programs(axes, q.dtype, score_mod, mask_mod, rows)
+    in_order = validation.check_flag("deterministic", static.get("deterministic", False))
+    found, planes = programs(axes, q.dtype, score_mod, mask_mod, rows, in_order=in_order)
     operands = Operands(
         query=q,
         key=k,

@@ -32,6 +32,8 @@ def programs(
     mask_mod: Any,
     rows: PackedRows | None = None,
     share: tuple[int, int] | None = None,
+    *,
+    in_order: bool = False,
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
     """Returns the programs by the names that a spec has for them, and operands by name.
 
@@ -42,6 +44,7 @@ def programs(
         rows: of packed sequences. Codes then count inside the sequence. A function that has no code does not: it takes
             rows of the arrays.
         share: how many queries and keys a device has, if all devices have the sizes together.
+        in_order: whether gradients of captured arrays must be summed in a fixed order.
 
     Raises:
         ValueError: a row of the whole sequence is an index into a captured array of a device's share.
@@ -49,7 +52,7 @@ def programs(
     if score_mod is None and mask_mod is None:
         return {}, {}
     wide, sizes = np.promote_types(dtype, np.float32), (axes["B"], axes["N"], axes["T"], axes["S"])
-    score, of_score = _program("score_mod", score_mod, sizes, wide, rows, share)
+    score, of_score = _program("score_mod", score_mod, sizes, wide, rows, share, in_order=in_order)
     if isinstance(mask_mod, BlockMask):
         mask, of_mask = mask_mod.program, [lax.stop_gradient(x) for x in mask_mod.planes]
     else:
@@ -91,6 +94,8 @@ def _program(
     wide: Any,
     rows: PackedRows | None = None,
     share: tuple[int, int] | None = None,
+    *,
+    in_order: bool = False,
 ) -> tuple[Program | None, list[jax.Array]]:
     if function is None:
         return None, []
@@ -104,7 +109,7 @@ def _program(
     lower = _lowered if graph.is_stable else _lowered.__wrapped__
     code, cuts, reason = lower(graph, np.dtype(wide), name == "mask_mod", rows is not None)
     if code is not None:
-        return code, planes.arrays(graph, cuts, captured, sizes, wide, rows)
+        return code, planes.arrays(graph, cuts, captured, sizes, wide, rows, in_order=in_order)
     if rows is not None:
         graph, found = trace_call(name, of_rows(function, rows), arguments)
         captured = [_unsplit(x) for x in found]

@@ -70,7 +70,10 @@ def canonicalize(
     offset, window = arguments.fold_wide_window(
         arguments.offset_per_batch(query_offset, axes["B"]), spec.bounds, rows * ring.size, keys * ring.size
     )
-    found, of_functions = programs(_whole(axes, ring), operands.query.dtype, score_mod, mask_mod, share=(rows, keys))
+    whole, share = _whole(axes, ring), (rows, keys)
+    found, of_functions = programs(
+        whole, operands.query.dtype, score_mod, mask_mod, share=share, in_order=spec.deterministic
+    )
     operands = operands._replace(**planes, **of_functions, query_offset=offset)
     if boundaries is not None:
         operands = operands._replace(sequences=_shared_sequences(axes, boundaries, rows * ring.size, keys * ring.size))

@@ -76,14 +76,14 @@ def short_read(graph: Graph, share: tuple[int, int], whole: tuple[int, int]) -> 
             continue
         shape = graph.values[value.args[0]].shape
         for axis, start in enumerate(value.args[1:]):
-            affine = found[_counted(graph, start)].affine
+            affine = found[counted(graph, start)].affine
             for name, row, own, all_rows in zip("qk", ((1, 0, 0), (0, 1, 0)), share, whole, strict=True):
                 if affine == row and shape[axis] == own < all_rows:
                     return shape, name, axis
     return None
 
 
-def _counted(graph: Graph, index: int) -> int:
+def counted(graph: Graph, index: int) -> int:
     """Returns an index as it was before JAX let negative ones count from the end."""
     value = graph.values[index]
     if value.op == "select_n" and graph.values[value.args[0]].op == "lt":

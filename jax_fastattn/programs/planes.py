@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_fastattn.programs import reads
 from jax_fastattn.programs.code import places
 from jax_fastattn.programs.function import HARMLESS, Program
 from jax_fastattn.programs.lower import Cut
@@ -82,6 +83,8 @@ def arrays(
     sizes: tuple[int, int, int, int],
     wide: Any,
     rows: PackedRows | None = None,
+    *,
+    in_order: bool = False,
 ) -> list[jax.Array]:
     """Returns the planes `[b, n, L]` of a graph.
 
@@ -90,12 +93,13 @@ def arrays(
         sizes: B, N, T and S.
         wide: the dtype of floats.
         rows: of packed sequences, inside of which the graph counts; see `Facts.of_sequences`.
+        in_order: whether gradients of captured arrays must be summed in a fixed order.
     """
     if not cuts:
         return []
     # A graph that no other one equals would leave a program in the cache for each call.
     compute = _jitted if graph.is_stable else _arrays
-    return compute(graph, tuple(cuts), sizes, np.dtype(wide), list(captured), rows)
+    return compute(graph, tuple(cuts), sizes, np.dtype(wide), in_order, list(captured), rows)
 
 
 def _arrays(
@@ -103,13 +107,14 @@ def _arrays(
     cuts: tuple[Cut, ...],
     sizes: tuple[int, int, int, int],
     wide: Any,
+    in_order: bool,
     captured: list[Any],
     rows: PackedRows | None,
 ) -> list[jax.Array]:
-    return [_plane(graph, cut, captured, sizes, wide, rows) for cut in cuts]
+    return [_plane(graph, cut, captured, sizes, wide, rows, in_order=in_order) for cut in cuts]
 
 
-_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)(_arrays)
+_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), inline=True)(_arrays)
 
 
 def _plane(
@@ -119,6 +124,8 @@ def _plane(
     sizes: tuple[int, int, int, int],
     wide: Any,
     packed: PackedRows | None,
+    *,
+    in_order: bool,
 ) -> jax.Array:
     batch, heads, queries, keys = sizes
     plane = cut.plane
@@ -126,13 +133,15 @@ def _plane(
     first = -queries if plane.kind == "distance" else 0
     rows = None if packed is None else {"query": packed.query, "key": packed.key}.get(plane.kind)
 
-    def at(b: jax.Array, h: jax.Array, i: jax.Array) -> jax.Array:
+    def leaves(b: jax.Array, h: jax.Array, i: jax.Array) -> dict[str, jax.Array]:
         if rows is not None:
             b, i = rows.sequence[i], rows.place[i]
         zero = jnp.zeros_like(i)
         query, key = (i, zero) if plane.kind == "query" else (zero, i)
-        leaves = {"batch": b, "head": h, "query": query, "key": key}
-        compute = functools.partial(evaluate, graph, leaves=leaves, captured=captured, wide=wide)
+        return {"batch": b, "head": h, "query": query, "key": key}
+
+    def at(b: jax.Array, h: jax.Array, i: jax.Array, given: Mapping[int, Any]) -> jax.Array:
+        compute = functools.partial(evaluate, graph, leaves=leaves(b, h, i), captured=captured, wide=wide, given=given)
         if plane.kind == "table":
             return _table(cut, compute).astype(jnp.int32)
         if plane.dtype == "i":
@@ -140,12 +149,33 @@ def _plane(
         return _number(functools.partial(compute, [cut.value]))
 
     axes = [jnp.arange(n, dtype=jnp.int32) for n in (batch if plane.per_batch else 1, heads if plane.per_head else 1)]
-    over_heads: Callable[..., jax.Array] = jax.vmap(jax.vmap(at, (None, 0, None)), (0, None, None))
-    if plane.kind not in lengths:
-        found = over_heads(*axes, jnp.int32(0))
-        return found if plane.kind == "table" else found[..., None]
-    indices = jnp.arange(lengths[plane.kind], dtype=jnp.int32) + first
-    return jax.vmap(over_heads, (None, None, 0), 2)(*axes, indices)
+
+    def everywhere(function: Callable[..., Any], *more: Any) -> Any:
+        """Returns a function of batch entry, head and index, and of arrays with these axes, at all of them."""
+        axis = [0 for _ in more]
+        over_heads: Callable[..., Any] = jax.vmap(jax.vmap(function, (None, 0, None, *axis)), (0, None, None, *axis))
+        if plane.kind not in lengths:
+            return over_heads(*axes, jnp.int32(0), *more)
+        indices = jnp.arange(lengths[plane.kind], dtype=jnp.int32) + first
+        return jax.vmap(over_heads, (None, None, 0, *(2 for _ in more)), 2)(*axes, indices, *more)
+
+    def known(i: int) -> jax.Array:
+        """Returns what a read finds, for all numbers of the plane."""
+        array, *starts = graph.values[i].args
+
+        def place(b: jax.Array, h: jax.Array, index: jax.Array) -> jax.Array:
+            return reads.places(graph, i, evaluate(graph, starts, leaves(b, h, index), captured, wide))
+
+        return reads.read(graph, i, evaluate(graph, [array], {}, captured, wide)[0], everywhere(place))
+
+    given: dict[int, jax.Array] = {}
+    if in_order and plane.dtype == "f":
+        numbers = {"batch": batch * plane.per_batch, "head": heads * plane.per_head, "query": queries, "key": keys}
+        own = {x: n for x, n in numbers.items() if n and x in ("batch", "head", plane.kind)}
+        is_once = rows is None and plane.kind != "distance"
+        given = {i: known(i) for i in reads.reads(graph, cut.value, own if is_once else {})}
+    found = everywhere(at, given)
+    return found if plane.kind in ("table", *lengths) else found[..., None]
 
 
 def _table(cut: Cut, compute: Any) -> jax.Array:

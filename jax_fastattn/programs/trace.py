@@ -226,6 +226,7 @@ def evaluate(
     captured: Sequence[Any],
     wide: Any,
     read: Callable[[Any], Any] | None = None,
+    given: Mapping[int, Any] | None = None,
 ) -> list[Any]:
     """Returns values of a graph, by JAX's primitives with all floats in the dtype `wide`.
 
@@ -234,6 +235,7 @@ def evaluate(
         leaves: the arguments that these values need, by name.
         captured: the captured arrays.
         read: what becomes of each float that is read from a captured array; None leaves it.
+        given: values that are known, by their numbers.
     """
     memo: dict[int, Any] = {}
     results: dict[Any, Sequence[Any]] = {}
@@ -250,7 +252,7 @@ def evaluate(
     def compute(i: int) -> Any:
         if i not in memo:
             value = graph.values[i]
-            found = new(value)
+            found = given[i] if given is not None and i in given else new(value)
             has_arrays = value.op == "captured" or any(graph.values[x].shape for x in value.args)
             is_read = read is not None and value.is_float and not value.shape and has_arrays
             memo[i] = read(found) if is_read and read is not None else found
