@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -113,7 +111,8 @@ def _program(
     if rows is not None:
         graph, found = trace_call(name, of_rows(function, rows), arguments)
         captured = [_unsplit(x) for x in found]
-    return _whole(name, graph, captured, sizes, wide, reason)
+    whole = Function.of(graph, reason)
+    return whole, whole.arrays(captured, *sizes[:2], wide)
 
 
 def _check_whole(name: str, graph: Graph, share: tuple[int, int], whole: tuple[int, int]) -> None:
@@ -159,16 +158,3 @@ def _lowered(graph: Graph, wide: Any, is_mask: bool, of_sequences: bool) -> tupl
     except NoCodeError as error:
         return None, (), str(error)
     return code, tuple(cuts), ""
-
-
-def _whole(
-    name: str, graph: Graph, captured: Sequence[Any], sizes: tuple[int, int, int, int], wide: Any, reason: str
-) -> tuple[Program, list[jax.Array]]:
-    for x in captured:
-        if not any(jnp.issubdtype(x.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
-            raise NotImplementedError(
-                f"`{name}` reads an array of dtype {x.dtype} for pairs of query and key, expected floats, integers or "
-                "booleans; make numbers of it before, such as `jax.random.key_data(key)`"
-            )
-    function = Function.of(graph, reason)
-    return function, function.arrays(captured, sizes[0], sizes[1], wide)

@@ -43,14 +43,15 @@ class Function:
 
     @classmethod
     def of(cls, graph: Graph, reason: str) -> Function:
-        """Makes a function of a graph that reads arrays of floats, integers and booleans only."""
+        """Makes a function of a graph."""
         indices = Plane("head", "i", True, False), Plane("head", "i", False, True)
-        tables = [Plane("table", "f" if x.is_float else "i", False, False, _size(x)) for x in _captured(graph)]
+        found = [_kept_as(x) for x in _captured(graph)]
+        tables = [Plane("table", "f" if _is_float(x) else "i", False, False, x.size) for x in found]
         return cls(graph, (*indices, *tables), reason)
 
     def arrays(self, captured: Sequence[Any], batch: int, heads: int, wide: Any) -> list[jax.Array]:
         """Returns the planes `[b, n, L]`."""
-        tables = [x.astype(wide if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32) for x in captured]
+        tables = [x.astype(wide if _is_float(x) else jnp.int32) for x in map(_numbers, captured)]
         indices = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[None, :, None]
         return [*indices, *(x.reshape(1, 1, -1) for x in tables)]
 
@@ -85,7 +86,7 @@ class Function:
 
         def of_head(pairs: dict[str, jax.Array], tables: list[jax.Array]) -> jax.Array:
             shaped = zip(tables, _captured(self.graph), strict=True)
-            captured = [x.reshape(y.shape).astype(wide if y.is_float else y.dtype) for x, y in shaped]
+            captured = [_restored(x, y, wide) for x, y in shaped]
             return jax.vmap(at, in_axes=(0, None))(pairs, captured)
 
         def mapped(function: Any, axis: int) -> Any:
@@ -124,5 +125,28 @@ def _captured(graph: Graph) -> list[Value]:
     return sorted((x for x in graph.values if x.op == "captured"), key=lambda x: x.index)
 
 
-def _size(value: Value) -> int:
-    return int(np.prod(value.shape, dtype=np.int64))
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    """Returns an array as floats, integers or booleans: of a random key its data, of complex numbers two parts."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    return jnp.stack([x.real, x.imag], -1) if jnp.issubdtype(x.dtype, np.complexfloating) else x
+
+
+def _kept_as(value: Value) -> Any:
+    """Returns shape and dtype of what `_numbers` makes of a captured array."""
+    return jax.eval_shape(_numbers, jax.ShapeDtypeStruct(value.shape, value.dtype))
+
+
+def _restored(flat: jax.Array, value: Value, wide: Any) -> jax.Array:
+    """Returns the captured array of which `_numbers` made a table, with floats in the dtype `wide`."""
+    kept = _kept_as(value)
+    x = flat.reshape(kept.shape).astype(wide if _is_float(kept) else kept.dtype)
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impls: list[Any] = []
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), value.dtype))
+        return jax.random.wrap_key_data(x, impl=impls[0])
+    return jax.lax.complex(x[..., 0], x[..., 1]).astype(value.dtype) if kept.shape != value.shape else x

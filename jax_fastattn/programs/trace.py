@@ -61,6 +61,8 @@ class Value:
         """Returns the number of a constant."""
         if self.dtype == np.bool_:
             return self.constant == "True"
+        if jnp.issubdtype(self.dtype, np.complexfloating):
+            return complex(self.constant)
         return float(self.constant) if self.is_float else int(self.constant)
 
 

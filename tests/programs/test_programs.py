@@ -598,11 +598,22 @@ def test_pages_refuse_functions(name: str) -> None:
         paged_attention(*[jnp.ones((2, 2, 2, 8))] * 3, **{name: MASKS["causal"]})  # pyright: ignore
 
 
-def test_a_captured_key_of_random_numbers_is_refused_for_pairs() -> None:
-    key = jax.random.key(0)
+def test_a_captured_key_of_random_numbers_and_complex_numbers_are_read_for_pairs() -> None:
+    """They are no numbers of instructions. The XLA path evaluates such functions."""
+    given, key = mods.draw(), jax.random.key(0)
+    phases = jnp.exp(1j * jnp.arange(float(max(T, S))))
 
-    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return jax.random.bernoulli(jax.random.fold_in(key, q * S + k))
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return jax.random.bernoulli(jax.random.fold_in(key, q * S + k), 0.8) | (q == k)
 
-    with pytest.raises(NotImplementedError, match="`mask_mod` reads an array of dtype key<fry> for pairs"):
-        attention(**mods.draw(), mask_mod=mod)
+    def mod(phases: jax.Array) -> Any:
+        return lambda s, b, h, q, k: s + (phases[q] * phases[k].conj() * 1j).real
+
+    shown = np.asarray(mods.of_pairs(mask)(*map(jnp.asarray, np.indices((B, N, T, S), np.int32))))
+    assert 0.5 < shown.mean() < 1
+    assert_same(attention(**given, mask_mod=mask), attention(**given, mask=jnp.asarray(shown)))
+    bias = jnp.asarray(-np.sin(np.arange(T)[:, None] - np.arange(S)), jnp.float32)[None, None]
+    assert_same(attention(**given, score_mod=mod(phases)), attention(**given, bias=bias))
+    gradient = jax.grad(lambda x: attention(**given, score_mod=mod(x)).sum())(phases)
+    assert gradient.dtype == phases.dtype and jnp.isfinite(gradient).all() and gradient.any()
+    assert "`mask_mod` is evaluated as it stands, because `" in explain(**given, mask_mod=mask, arch="sm_90a").note
