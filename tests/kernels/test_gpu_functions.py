@@ -224,3 +224,28 @@ def test_gradients_of_captured_arrays(
         wanted = np.asarray(gradient("xla", captured, *single))
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(first, wanted, atol=0.01 * np.abs(wanted).max(), rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_causal_function_gives_the_bits_of_the_flag(
+    head_dim: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output, dk and dv; the sum of dq may have another order."""
+    _choose(family, monkeypatch)
+    random = jax.random.split(jax.random.key(3), 4)
+    *arrays, dout = (
+        jax.random.normal(x, (2, ROWS, heads, head_dim), jnp.bfloat16)
+        for x, heads in zip(random, (4, 2, 2, 4), strict=True)
+    )
+
+    def results(**options: Any) -> list[np.ndarray]:
+        def call(*arrays: jax.Array) -> jax.Array:
+            return jax_fastattn.attention(*arrays, implementation="cuda", **options)
+
+        out, pull = jax.vjp(jax.jit(call), *arrays)
+        return [np.asarray(x.astype(jnp.float32)) for x in (out, *pull(dout)[1:])]
+
+    found, wanted = results(mask_mod=lambda b, h, q, k: q >= k), results(is_causal=True)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -13,12 +13,14 @@ from typing import Any
 
 import calls
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fastattn import attention, attention_varlen, block_mask, causal, explain, target_arch
+from jax_fastattn.ffi import TARGET_NAME
 
 B, T, N, K, H = 2, 160, 4, 2, 16
 IDS = jnp.arange(B * T).reshape(B, T) // 50
@@ -41,8 +43,8 @@ def made(**options: Any) -> Any:
     return block_mask(documents(IDS), Q, KEY, KEY, **options)
 
 
-def expected(**options: Any) -> jax.Array:
-    return attention(Q, KEY, KEY, mask_mod=documents(IDS), **options)
+def expected(query: jax.Array = Q, **options: Any) -> jax.Array:
+    return attention(query, KEY, KEY, mask_mod=documents(IDS), **options)
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -166,6 +168,25 @@ def test_other_tiles_have_lists_of_their_own() -> None:
     text = calls.cuda_text(jax.vmap(call, in_axes=(0, 0, 0, None)), *mapped, shapes)
     assert calls.count_launches(text) == 2
     assert calls.count_launches(calls.cuda_text(call, q, key, key, shapes)) == 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["passed", "made inside"])
+def test_exports_for_several_platforms_take_it(inside: bool) -> None:
+    """Lists for a GPU are leaves of it; a program for two platforms makes or passes them on either."""
+    leaves, structure = jax.tree.flatten(made())
+
+    def loss(query: jax.Array, given: Any) -> jax.Array:
+        mask = block_mask(documents(given), Q, KEY, KEY) if inside else jax.tree.unflatten(structure, given)
+        return attention(query, KEY, KEY, mask_mod=mask).astype(jnp.float32).sum()
+
+    given = IDS if inside else leaves
+    checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET_NAME)]
+    export = jax.export.export(jax.jit(jax.value_and_grad(loss)), platforms=("cpu", "cuda"), disabled_checks=checks)
+    exported = jax.export.deserialize(export(Q, given).serialize())
+    assert exported.platforms == ("cpu", "cuda")
+    wanted = jax.jit(jax.value_and_grad(lambda query: expected(query).astype(jnp.float32).sum()))(Q)
+    for x, y in zip(exported.call(Q, given), wanted, strict=True):
+        same(x, y)
 
 
 def test_devices_have_a_share_of_entries_and_heads() -> None:

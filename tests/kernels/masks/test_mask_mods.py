@@ -181,13 +181,16 @@ def test_xla_makes_the_same_lists(others: str, tiles: PrepassConfig) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_a_function_gives_the_bits_of_a_mask(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output, log-sum-exp and all gradients."""
+def test_a_function_gives_the_bits_of_a_mask_and_of_the_flag(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, log-sum-exp and all gradients; next to the flag, the sum of dq may have another order."""
     emulated_ops.emulate(monkeypatch, arch)
     shown = jnp.asarray(np.tri(T, S, dtype=bool))[None, None]
     by_function, by_mask = results(mask_mod=lambda b, h, q, k: q >= k), results(mask=shown)
-    for x, y in zip(by_function, by_mask, strict=True):
+    by_flag = results(is_causal=True)
+    for i, (x, y, z) in enumerate(zip(by_function, by_mask, by_flag, strict=True)):
         np.testing.assert_array_equal(x, y)
+        if i != 2:
+            np.testing.assert_array_equal(x, z)
 
 
 @pytest.mark.slow
