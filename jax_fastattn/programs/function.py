@@ -18,6 +18,7 @@ import numpy as np
 
 from jax_fastattn.programs import analysis
 from jax_fastattn.programs.code import Code, Plane
+from jax_fastattn.programs.facts import COMPARISONS
 from jax_fastattn.programs.trace import Graph, Value, evaluate
 
 # Where a pair does not count, a function is differentiated at this score and captured number: most functions have a
@@ -112,13 +113,47 @@ def words(name: str, program: Program | None) -> str:
     if isinstance(program, Function):
         return f"`{name}` is evaluated as it stands, because {program.reason}"
     kinds = ", ".join(plane.kind for plane in program.planes)
-    planes = f"{len(program.planes)} plane{'s' * (len(program.planes) != 1)}{f' ({kinds})' * bool(kinds)}"
-    text = f"`{name}` has {planes} and {len(program.instructions)} instructions"
-    if name != "score_mod":
-        return text
-    if factor := analysis.scale_factor(program):
-        return f"{text}, and its factor of a {factor} is folded into the scale"
-    return text + ", and adds a term to the score" * (analysis.terms(program) is not None)
+    text = f"`{name}` has {_counted(len(program.planes), 'plane')}{f' ({kinds})' * bool(kinds)}"
+    text += f" and {len(program.instructions)} instructions"
+    if name == "score_mod":
+        needed = program.needed(program.results[:1])
+        products = sum(program.instructions[i][0] == "mul" and program.dtypes[i] == "f" for i in needed)
+        text += f" ({_counted(products, 'product')})"
+        if factor := analysis.scale_factor(program):
+            text += f", and its factor of a {factor} is folded into the scale"
+        if analysis.terms(program) is not None:
+            text += ", and adds a term to the score"
+    changes = _changes(name, program)
+    return f"{text}; if `{name}` is slow: {'; '.join(changes)}" if changes else text
+
+
+def _changes(name: str, code: Code) -> list[str]:
+    """Returns what to change in a function that is slow in the kernels."""
+    kinds = {plane.kind for plane in code.planes}
+    if name == "score_mod":
+        learned = any(plane.dtype == "f" and plane.kind != "key" for plane in code.planes)
+        found = {
+            "`jax.lax.stop_gradient` of what it captures saves a kernel of the backward pass": learned,
+            "a formula of `k - q` reads nothing, while a number of each distance is read for each score": (
+                "distance" in kinds
+            ),
+        }
+    else:
+        compares_floats = any(
+            op in COMPARISONS and code.dtypes[operands[0]] == "f" for op, *operands in code.instructions
+        )
+        found = {
+            "without `h`, all heads share lists and bits": any(plane.per_head for plane in code.planes),
+            "comparisons of positions, or of an integer of a query with one of a key, decide tiles as a whole, while "
+            "floats, and arrays read by `k - q` or by pairs, are looked up for each pair": (
+                compares_floats or bool(kinds & {"distance", "table"})
+            ),
+        }
+    return [text for text, is_true in found.items() if is_true]
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _captured(graph: Graph) -> list[Value]:

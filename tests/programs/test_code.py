@@ -365,5 +365,29 @@ FACTORS: list[tuple[str | None, Callable[..., Any]]] = [
 @pytest.mark.parametrize(("kind", "function"), FACTORS)
 def test_explain_names_a_factor_that_joins_the_scale(kind: str | None, function: Callable[..., Any]) -> None:
     found = words("score_mod", score_code(function))
-    assert found.endswith(f", and its factor of a {kind} is folded into the scale") == (kind is not None)
+    assert (f", and its factor of a {kind} is folded into the scale" in found) == (kind is not None)
     assert ("scale" in found) == (kind is not None)
+
+
+# What `explain` says of a function, and whether it says what to change: not where nothing would help.
+SAID: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "planes": (
+        "score_mod",
+        lambda s, b, h, q, k: s - SLOPES[h] * (q - k) + TABLE[jnp.clip(k - q, -1, 1) + 1, h],
+        "`score_mod` has 2 planes (head, distance) and 11 instructions (1 product), and adds a term to the score; if",
+    ),
+    "learned": ("score_mod", lambda s, b, h, q, k: s - SLOPES[h] * (q - k), "slow: `jax.lax.stop_gradient` of what"),
+    "distances": ("score_mod", lambda s, b, h, q, k: s + TABLE[jnp.clip(k - q, -1, 1) + 1, h], "a formula of `k - q`"),
+    "plain": ("score_mod", lambda s, b, h, q, k: s - 0.5 * (q - k), "(1 product), and adds a term to the score"),
+    "heads": ("mask_mod", lambda b, h, q, k: q - k < 3 * h, "; if `mask_mod` is slow: without `h`, all heads share"),
+    "floats": ("mask_mod", lambda b, h, q, k: OF_KEYS[b, k] > 0.1 * q, "is slow: comparisons of positions, or of"),
+    "causal": ("mask_mod", lambda b, h, q, k: q >= k, "`mask_mod` has 0 planes and 3 instructions"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_explain_says_how_a_function_was_understood_and_what_to_change(name: str) -> None:
+    argument, function, text = SAID[name]
+    found = words(argument, (score_code if argument == "score_mod" else mask_code)(function))
+    assert text in found
+    assert found.endswith(text) == (name in ("plain", "causal")), found
