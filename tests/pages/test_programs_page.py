@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +55,57 @@ def test_the_table_of_t5_is_a_bias(names: dict[str, Any]) -> None:
 
     np.testing.assert_allclose(names["with_t5"], biased(names["table"]), atol=1e-5)
     np.testing.assert_allclose(names["dtable"], jax.grad(lambda x: biased(x).sum())(names["table"]), atol=1e-3)
+
+
+def test_a_cap_and_a_temperature_are_arguments(names: dict[str, Any]) -> None:
+    np.testing.assert_allclose(names["soft"], with_bias(names, logits_soft_cap=20.0), atol=1e-5)
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return with_query(names, names["q"] * x[None, None, :, None])
+
+    np.testing.assert_allclose(names["warm"], scaled(names["temperature"]), atol=1e-5)
+    wanted = jax.grad(lambda x: scaled(x).sum())(names["temperature"])
+    np.testing.assert_allclose(names["dtemperature"], wanted, atol=1e-4)
+
+
+def test_the_table_of_swin_has_a_number_for_two_differences(names: dict[str, Any]) -> None:
+    side, x = names["side"], names["windows"]
+    at = np.arange(side**2)
+    table = np.asarray(names["numbers"]).reshape(2 * side - 1, 2 * side - 1, -1)
+    rows, columns = (y[:, None] - y + side - 1 for y in np.divmod(at, side))
+    scores = np.einsum("btnh,bsnh->bnts", x, x) / x.shape[-1] ** 0.5 + np.moveaxis(table[rows, columns], 2, 0)
+    wanted = np.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=3), x)
+    np.testing.assert_allclose(names["local"], wanted, atol=1e-5)
+    assert names["dnumbers"].shape == names["numbers"].shape and np.abs(names["dnumbers"]).max() > 0
+
+
+# By name: what makes the function of a captured array, and the shape of the array; None is no function, but a bias.
+FUSED: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "alibi": (lambda names, x: {"score_mod": names["alibi"](x), "is_causal": True}, (4,)),
+    "t5": (lambda names, x: {"score_mod": names["t5"](x)}, (32, 4)),
+    "cap": (lambda names, x: {"score_mod": names["capped"]}, (1,)),
+    "temperature": (lambda names, x: {"score_mod": names["with_temperature"](x)}, (4,)),
+    "swin": (lambda names, x: {"bias": x[names["offset"]].transpose(2, 0, 1)[None]}, (13**2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_recipes_are_fused_with_their_gradients(
+    name: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both passes run kernels, or `implementation="cuda"` would raise."""
+    calls.lower_for_cuda(monkeypatch, tmp_path)
+    make, shape = FUSED[name]
+    length = names["side"] ** 2 if name == "swin" else names["T"]
+    x = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)
+
+    def loss(query: jax.Array, key: jax.Array, captured: jax.Array) -> jax.Array:
+        options = make(names, captured)
+        return names["attention"](query, key, key, implementation="cuda", **options).astype(jnp.float32).sum()
+
+    with jax.numpy_dtype_promotion("standard"):
+        text = calls.cuda_text(jax.grad(loss, argnums=(0, 1, 2)), x, x, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert calls.count_launches(text) == 2
 
 
 def test_masks_are_masks(names: dict[str, Any]) -> None:
