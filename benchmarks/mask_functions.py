@@ -7,8 +7,9 @@
 Each case has up to four calls of ours: by a flag or ids, by a `mask_mod` with its prepass in each call, by a
 `BlockMask` with lists that are kept, and up to length 8192 by the XLA path. Peers are the `mask_mod` of fa4-jax and
 FlexAttention (PyTorch on the same card), whose block mask is kept. A record has milliseconds of output alone and of its
-gradient alone, of lists and block masks, and the speed of calls as shares of the speed with a flag. Times are medians
-of the rounds. A peer that fails is its error.
+gradient alone, of lists and block masks, and the speed of calls as shares of the speed with a flag. "kept lists" are
+the prepasses of both passes in one program, "lists forward" and "lists backward" are prepasses of one pass. Times are
+medians of the rounds. A peer that fails is its error.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def _in_documents(ids: jax.Array) -> dict[str, Any]:
 
 CASES = {
     "causal": Masked(_all, lambda ids: {"is_causal": True}),
+    "causal-128k": Masked(_all, lambda ids: {"is_causal": True}, batch=1, length=1 << 17, heads=8, kv_heads=8),
     "window-1024": Masked(_near, lambda ids: {"is_causal": True, "local_window_size": (1023, None)}),
     "documents": Masked(_same, _in_documents, reads_ids=True),
     "documents-gqa": Masked(_same, _in_documents, reads_ids=True, kv_heads=4),
@@ -166,6 +168,15 @@ def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) ->
     ids = case.ids()
     make = jax.jit(lambda ids: block_mask(case.mod(ids), *qkv))
 
+    def lists_of(first: str) -> Program:
+        """Returns a program of the prepasses of one pass, "forward" or "backward": XLA drops the others."""
+
+        def lists(ids: jax.Array) -> list[jax.Array]:
+            found = block_mask(case.mod(ids), *qkv).lists
+            return [x for name, x in found.items() if name.startswith("forward") == (first == "forward")]
+
+        return functools.partial(jax.jit(lists), ids)
+
     def by(options: Callable[[Any], dict[str, Any]], given: Any) -> dict[str, Program]:
         def output(given: Any, *qkv: jax.Array) -> jax.Array:
             return jax_fastattn.attention(*qkv, **options(given))
@@ -185,6 +196,7 @@ def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) ->
         kinds["flag"] = lambda: by(flag, ids)
     kinds["mask_mod"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids)}, ids)
     kinds["kept"] = lambda: by(lambda mask: {"mask_mod": mask}, make(ids)) | {"lists": functools.partial(make, ids)}
+    kinds["lists"] = lambda: {name: lists_of(name) for name in ("forward", "backward")}
     if peers:
         if case.length <= 8192:
             kinds["xla"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids), "implementation": "xla"}, ids)
@@ -201,7 +213,7 @@ def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) ->
 
 
 def _has_flag(name: str, ms: dict[str, float]) -> bool:
-    return not name.startswith("flag") and f"flag {name.split()[1]}" in ms
+    return not name.startswith(("flag", "lists")) and f"flag {name.split()[1]}" in ms
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,9 +5,13 @@
     python benchmarks/score_functions.py --output score-functions.json
 
 Each case has a call without a function, a call with it, and the same with the gradient of what it captures. Some have a
-built-in argument or a bias that says the same, the XLA path, or FlexAttention (PyTorch on the same card). A record has
-milliseconds of output alone and of its gradients alone, and the speed of calls as shares of the speed without a
-function. Times are medians of the rounds, which run there and back. A peer that fails is its error.
+built-in argument or a bias that says the same. Peers are the XLA path, that bias with the gradient of what it is made
+of, and FlexAttention (PyTorch on the same card). A record has milliseconds of output alone and of its gradients alone,
+and the speed of calls as shares of the speed without a function. Times are medians of the rounds, which run there and
+back. A peer that fails is its error.
+
+FlexAttention loads a captured number of each pair in as many stages as tiles of keys, which at its own sizes takes more
+shared memory than an H200 has. It then gets fewer stages, and the record says how many.
 """
 
 from __future__ import annotations
@@ -72,6 +76,21 @@ def _relative(table: Any) -> Mod:
     return lambda s, b, h, q, k: s + table[k - q + half, h]
 
 
+def _relative_bias(case: Scored, table: jax.Array) -> dict[str, Any]:
+    rows = jnp.arange(case.length)
+    distances = rows[None, :] - rows[:, None] + table.shape[0] // 2
+    return {"bias": jnp.moveaxis(table[distances], 2, 0)[None].astype(jnp.bfloat16)}
+
+
+def _relative_factor(table: Any) -> Mod:
+    half = table.shape[0] // 2
+    return lambda s, b, h, q, k: s * (1 + 0.5 * _tanh(table[k - q + half, h]))
+
+
+def _tanh(x: Any) -> Any:
+    return jnp.tanh(x) if isinstance(x, jax.Array) else x.tanh()
+
+
 def _temperature(factors: Any) -> Mod:
     return lambda s, b, h, q, k: s * factors[h]
 
@@ -79,7 +98,7 @@ def _temperature(factors: Any) -> Mod:
 def _capped(_: Any) -> Mod:
     def mod(s: Any, *at: Any) -> Any:
         del at
-        return 30.0 * (jnp.tanh(s / 30.0) if isinstance(s, jax.Array) else (s / 30.0).tanh())
+        return 30.0 * _tanh(s / 30.0)
 
     return mod
 
@@ -90,9 +109,12 @@ CASES = {
     "alibi": Scored(_alibi, _slopes, _alibi_bias),
     "alibi-d64": Scored(_alibi, _slopes, _alibi_bias, head_dim=64, heads=32, batch=2),
     "alibi-16k": Scored(_alibi, _slopes, batch=1, length=16384),
+    "alibi-d96": Scored(_alibi, _slopes, head_dim=96),
+    "alibi-d256": Scored(_alibi, _slopes, head_dim=256, batch=2),
     "temperature": Scored(_temperature, _slopes),
-    "distances": Scored(_relative, _table, is_causal=False),
-    "distances-1k-d64": Scored(_relative, _table, is_causal=False, batch=16, length=1024, head_dim=64),
+    "distances": Scored(_relative, _table, _relative_bias, is_causal=False),
+    "distances-1k-d64": Scored(_relative, _table, _relative_bias, is_causal=False, batch=16, length=1024, head_dim=64),
+    "factors-of-distances": Scored(_relative_factor, _table, is_causal=False),
 }
 # Those whose function has captured arrays.
 CAPTURING = [name for name in CASES if not name.startswith("cap")]
@@ -119,8 +141,8 @@ def ours(case: Scored, options: Callable[[jax.Array], dict[str, Any]], *, differ
     }
 
 
-def of_torch(case: Scored, *, differentiates: bool) -> dict[str, Program]:
-    """Returns the same of FlexAttention, compiled."""
+def of_torch(case: Scored, stages: int | None, *, differentiates: bool) -> dict[str, Program]:
+    """Returns the same of FlexAttention, compiled with a number of stages; None leaves it."""
     import numpy as np
     import torch
     import torch._functorch.config
@@ -138,7 +160,8 @@ def of_torch(case: Scored, *, differentiates: bool) -> dict[str, Program]:
     attend = torch.compile(flex_attention, dynamic=False)
 
     def call() -> Any:
-        return attend(*qkv, score_mod=mod, block_mask=mask)
+        options = None if stages is None else {"num_stages": stages}
+        return attend(*qkv, score_mod=mod, block_mask=mask, kernel_options=options)
 
     def forward() -> Any:
         with torch.no_grad():
@@ -148,12 +171,35 @@ def of_torch(case: Scored, *, differentiates: bool) -> dict[str, Program]:
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)}
 
 
+def with_few_stages(case: Scored, found: dict[str, Any], name: str, *, differentiates: bool) -> dict[str, Program]:
+    """Returns both passes of FlexAttention with the most stages that run, which `found` gets under a name."""
+    for stages in (None, 2, 1):
+        try:
+            programs = of_torch(case, stages, differentiates=differentiates)
+            for program in programs.values():
+                program()  # the backward pass is compiled here
+        except Exception as error:
+            if stages == 1 or "out of resource" not in str(error).lower():
+                raise
+            continue
+        found[name] = stages
+        return programs
+    raise AssertionError
+
+
+PEERS = ("xla", "xla gradient", "same gradient", "flex", "flex gradient")
+
+
 def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> dict[str, Any]:
     """Returns the record of a case."""
     case = CASES[name]
+    stages: dict[str, int | None] = {}
 
     def function(captured: jax.Array) -> dict[str, Any]:
         return {"score_mod": case.mod(captured)}
+
+    def by_xla(captured: jax.Array) -> dict[str, Any]:
+        return function(captured) | {"implementation": "xla"}
 
     kinds: dict[str, Callable[[], dict[str, Program]]] = {
         "plain": lambda: ours(case, lambda _: {}, differentiates=False),
@@ -164,11 +210,14 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
     if name in CAPTURING:
         kinds["gradient"] = lambda: ours(case, function, differentiates=True)
     if peers:
-        kinds["xla"] = lambda: ours(case, lambda x: function(x) | {"implementation": "xla"}, differentiates=False)
-        kinds["flex"] = functools.partial(of_torch, case, differentiates=False)
-        if name in CAPTURING:
-            kinds["flex gradient"] = functools.partial(of_torch, case, differentiates=True)
-    programs, errors = turns.programs_of(kinds, ("xla", "flex", "flex gradient"))
+        kinds["xla"] = lambda: ours(case, by_xla, differentiates=False)
+        kinds["flex"] = lambda: with_few_stages(case, stages, "flex", differentiates=False)
+    if peers and name in CAPTURING:
+        kinds["xla gradient"] = lambda: ours(case, by_xla, differentiates=True)
+        kinds["flex gradient"] = lambda: with_few_stages(case, stages, "flex gradient", differentiates=True)
+        if same is not None:
+            kinds["same gradient"] = lambda: ours(case, functools.partial(same, case), differentiates=True)
+    programs, errors = turns.programs_of(kinds, PEERS)
 
     def elapsed(name: str, count: int) -> float:
         return (torch_ms if name.startswith("flex") else elapsed_ms)(programs[name], count)
@@ -180,6 +229,7 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
         "ms": ms,
         "spread": {name: (max(x) - min(x)) / ms[name] for name, x in times.items()},
         "speed of plain": {name: x / ms[name] for name, x in plain.items()},
+        "stages": stages,
         "errors": errors,
     }
 

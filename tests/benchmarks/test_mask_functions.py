@@ -33,7 +33,8 @@ def test_a_record_has_times_and_shares(tmp_path: Path, monkeypatch: pytest.Monke
     mask_functions.main(["--no-peers", "--output", str(output), *quick])
     found = json.loads(output.read_text())["cases"]
     modes = [f"{kind} {mode}" for kind in ("mask_mod", "kept") for mode in ("forward", "backward", "both")]
-    assert {*found["prefix"]["ms"]} == {*modes, "kept lists"} and not found["prefix"]["shares"]
+    lists = {"kept lists", "lists forward", "lists backward"}
+    assert {*found["prefix"]["ms"]} == {*modes, *lists} and not found["prefix"]["shares"]
     shares, ms = found["documents"]["shares"], found["documents"]["ms"]
     assert {*shares} == {f"{name} of flag" for name in modes}
     assert shares["kept backward of flag"] == pytest.approx(ms["flag backward"] / ms["kept backward"])

@@ -42,7 +42,24 @@ def test_a_record(tmp_path: Path) -> None:
     assert "gradient backward" in found["distances"]["ms"]
 
 
-@pytest.mark.parametrize("name", ["cap", "alibi"])
+def test_flex_attention_gets_fewer_stages_where_it_needs_more_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+
+    def of_torch(case: Any, stages: int | None, *, differentiates: bool) -> dict[str, Any]:
+        del case, differentiates
+        asked.append(stages)
+        if stages != 1:
+            raise RuntimeError("OutOfMemoryError: out of resource: triton_flex_attention_backward")
+        return {"forward": lambda: None}
+
+    monkeypatch.setattr(score_functions, "of_torch", of_torch)
+    found: dict[str, Any] = {}
+    case = score_functions.CASES["distances"]
+    assert {*score_functions.with_few_stages(case, found, "flex", differentiates=True)} == {"forward"}
+    assert asked == [None, 2, 1] and found == {"flex": 1}
+
+
+@pytest.mark.parametrize("name", ["cap", "alibi", "distances"])
 def test_functions_say_what_arguments_say(name: str) -> None:
     case = score_functions.CASES[name]
     assert case.same is not None
