@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import mods
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from mods import B, N, S, T
 
 from jax_fastattn import attention, attention_varlen
@@ -103,3 +106,31 @@ def test_programs_of_kernels_scatter_each_element_once(
 
     unique = scatters(calls.cuda_text(jax.grad(loss), jnp.ones((16, 2))))
     assert unique and set(unique) == {"true"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_inside_shard_map(kind: AxisType) -> None:
+    """With an array that varies from device to device, and one that all devices share."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    given: dict[str, Any] = mods.draw()
+    own, shared = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 16, N), (N, T))))
+
+    def call(given: Any, own: jax.Array, shared: jax.Array) -> jax.Array:
+        mod = lambda s, b, h, q, k: s * shared[h, q // 2] + own[0][jnp.clip(k - q, -8, 7) + 8, h]
+        return attention(**given, score_mod=mod, deterministic=True)
+
+    share = jax.shard_map(call, mesh=mesh, in_specs=(P("x"), P("x"), P()), out_specs=P("x"))
+
+    def by_entry(given: Any, own: jax.Array, shared: jax.Array) -> jax.Array:
+        parts = [({x: y[i : i + 1] for x, y in given.items()}, own[i : i + 1], shared) for i in range(B)]
+        return jnp.concatenate([call(*x) for x in parts])
+
+    def gradients(run: Any, *arrays: Any) -> Any:
+        return calls.quick_jit(jax.grad(lambda *x: jnp.sin(run(*x)).sum(), argnums=(1, 2)))(*arrays)
+
+    wanted = gradients(by_entry, given, own, shared)
+    with contextlib.nullcontext() if kind == AxisType.Auto else jax.set_mesh(mesh):
+        placed = jax.device_put((given, own, shared), (NamedSharding(mesh, P("x")),) * 2 + (NamedSharding(mesh, P()),))
+        found = jax.tree.map(np.asarray, gradients(share, *placed))
+    calls.assert_same(found, wanted)
