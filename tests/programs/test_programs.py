@@ -242,6 +242,23 @@ def test_masks_and_flags_agree_to_the_bit() -> None:
     np.testing.assert_array_equal(attention(**given, mask_mod=and_masks()), attention(**given))
 
 
+@pytest.mark.parametrize("where", ["vmap", "shard_map"])
+def test_a_causal_function_is_the_flag_in_transformations(where: str) -> None:
+    """Rows are those of an example, and of a device's share: the same bits."""
+    given = {x: jnp.stack([y, -0.5 * y]) for x, y in mods.draw().items()}
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def run(**options: Any) -> Any:
+        call = lambda given: attention(**given, return_residual=True, **options)
+        if where == "vmap":
+            return jax.vmap(call)(given)
+        share = lambda given: jax.tree.map(lambda x: x[None], call({x: y[0] for x, y in given.items()}))
+        return jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(given)
+
+    for x, y in zip(run(mask_mod=lambda b, h, q, k: q >= k), run(is_causal=True), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_an_offset_is_captured_and_added() -> None:
     """`q` is a row of `query`: a token that is decoded has to add where it stands."""
     given, slopes, at = mods.draw(), mods.array("alibi"), jnp.int32(11)
@@ -346,6 +363,20 @@ def test_a_mesh_keeps_batch_entries_heads_and_rows(split: str, score: str) -> No
     placed = {x: jax.device_put(y[:, :24], NamedSharding(mesh, MESHES[split])) for x, y in given.items()}
     plain = {x: y[:, :24] for x, y in given.items()}
     assert_same(quick_jit(gradient)(placed, captured), quick_jit(gradient)(plain, captured))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score", ["t5", "rows", "erf"])
+def test_eight_devices_split_entries_rows_and_heads(score: str) -> None:
+    given, captured = {x: y[:, :24] for x, y in mods.draw().items()}, mods.array(score)
+
+    def gradient(given: Any, captured: Any) -> Any:
+        loss = lambda *x: jnp.sum(mapped(*x, mask="documents", score=score) ** 2)
+        return jax.value_and_grad(loss, argnums=(0, 1))(given, captured)
+
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("x", "y", "z"))
+    placed = {x: jax.device_put(y, NamedSharding(mesh, P("x", "y", "z"))) for x, y in given.items()}
+    assert_same(quick_jit(gradient)(placed, captured), quick_jit(gradient)(given, captured))
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="jax 0.8 splits no call by Explicit axes")
