@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -377,15 +377,22 @@ def in_chunks() -> Generator[None]:
         yield
 
 
-def expected(case: Case, spec: AttentionSpec, operands: Operands, *cotangents: Any) -> tuple[Results, Results]:
+def expected(
+    case: Case, spec: AttentionSpec, operands: Operands, *cotangents: Any, names: Collection[str] | None = None
+) -> tuple[Results, Results]:
     """Returns the results of the oracle and of the baseline, whose products of float32 are exact.
 
     In float32 the results of a call may differ from them by `rounding` alone.
+
+    Args:
+        case, spec, operands, *cotangents: the call.
+        names: whose gradients are wanted; None for those of `wanted`.
     """
+    names = wanted(case) if names is None else names
     with jax.default_matmul_precision("highest"):
         if {operands.query.dtype, (operands.query if operands.bias is None else operands.bias).dtype} != {np.float32}:
             exact, baseline = compare.expected(spec, operands, *cotangents)
         else:
             exact = baseline = compare.evaluate(attention_reference, spec, operands, *cotangents)
-    unasked = {f"d{name}": None for name in DIFFERENTIABLE if name not in wanted(case)}
+    unasked = {f"d{name}": None for name in DIFFERENTIABLE if name not in names}
     return exact._replace(**unasked), baseline._replace(**unasked)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ from jax_fastattn.canonical.packed import packed_rows
 from jax_fastattn.canonical.programs import programs
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.mask_functions import mask_function
+from jax_fastattn.kernels.support import gradient_reasons
 from jax_fastattn.programs.analysis import is_wild
-from jax_fastattn.spec import AttentionSpec, Operands
+from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Operands, Problem
 from testing.combinations import keys_of
+from testing.compare import Results
 from testing.score_functions import random_score
 
 
@@ -45,3 +48,34 @@ def with_random_score(case: Case, spec: AttentionSpec, operands: Operands) -> tu
         return spec, operands
     operands = operands._replace(**arrays)
     return dataclasses.replace(spec, **found, present=operands.present()), operands
+
+
+def with_a_plane(problem: Problem, names: Collection[str], turn: int) -> tuple[str, ...]:
+    """Returns names of operands, and one of a plane of a `score_mod`, if kernels compute these gradients together.
+
+    Args:
+        problem: a call.
+        names: of operands whose gradients are wanted.
+        turn: which plane comes first, of those that have a gradient.
+    """
+    planes = [x for x in problem.spec.present if x in PLANES and x in DIFFERENTIABLE]
+    found = [x for x in planes if not gradient_reasons(problem, (*names, x))]
+    return (*names, found[turn % len(found)]) if found else tuple(names)
+
+
+def assert_planes_are_close(found: Results, exact: Results, baseline: Results) -> tuple[Results, Results, Results]:
+    """Compares gradients of planes, and returns the results without them.
+
+    They are sums over all pairs, of which the baseline's error may be small by chance: the largest error may be a
+    hundredth of the largest gradient, and twice the baseline's.
+    """
+    fields = {f"d{x}": None for x in PLANES if x in DIFFERENTIABLE}
+    for name in fields:
+        got, wanted, other = (getattr(x, name) for x in (found, exact, baseline))
+        if got is None:
+            continue
+        got, wanted, other = (np.asarray(x, np.float64) for x in (got, wanted, other))
+        limit = 0.01 * np.abs(wanted).max() + 2 * np.abs(other - wanted).max() + 2**-15
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=limit, err_msg=name)
+    found, exact, baseline = (x._replace(**fields) for x in (found, exact, baseline))
+    return found, exact, baseline

@@ -4,8 +4,9 @@
 
 A call is what `ops/cuda/passes.py` makes of canonical operands, on the GPU that a test names. What the public functions
 do before that (arguments, batching) is left out: `jax.vmap` is a batch axis here. So is what they do after it, except
-that the gradient of a bias gets the dtype of the bias. A third of the calls have dropout, and half of all have a
-random `score_mod`. Half of those in float32 have products of float16, and all of those run twice, with other poison.
+that the gradient of a bias gets the dtype of the bias. A third of the calls have dropout. Half of all have a random
+`score_mod`, and the gradient of one of its planes, if kernels sum it. Half of those in float32 have products of
+float16, and all of those run twice, with other poison.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from testing import combinations, compare, tangents
 from testing.compare import Results
 from testing.poison import poison
 from testing.random_dropout import with_few_queries, with_random_dropout
-from testing.random_functions import with_random_score
+from testing.random_functions import assert_planes_are_close, with_a_plane, with_random_score
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.support import tangent_reasons
@@ -48,7 +49,8 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
     spec, operands = with_random_dropout(case, *with_random_score(case, spec, operands))
     if has_gradients:
         _check_tangents(spec, operands, arch)
-    expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents))
+    names = with_a_plane(Problem.of(spec, operands), combinations.wanted(case), case.draw or 0)
+    expected = jax.tree.map(np.asarray, combinations.expected(case, spec, operands, *cotangents, names=names))
     if case.dtype == "float32" and case.precision == "default" and (case.draw or 0) // 2 % 2 == 0:
         case, spec = (dataclasses.replace(x, precision="tensorfloat32") for x in (case, spec))
     rounding, turn = combinations.rounding(case), case.draw or 0
@@ -60,7 +62,7 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
             out, lse = cuda.forward(spec, poisoned)
             if not has_gradients:
                 return Results(out, lse)
-            gradients = cuda.backward(spec, poisoned, out, lse, dout, dlse, combinations.wanted(case))
+            gradients = cuda.backward(spec, poisoned, out, lse, dout, dlse, names)
         if gradients.bias is not None and poisoned.bias is not None:
             gradients = gradients._replace(bias=gradients.bias.astype(poisoned.bias.dtype))
         return Results.of(out, lse, gradients)
@@ -68,7 +70,7 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
     found = run(turn)
     if not has_gradients:
         expected = tuple(Results(x.out, x.lse) for x in expected)
-    compare.assert_within_budget(found, *expected, rounding=rounding)
+    compare.assert_within_budget(*assert_planes_are_close(found, *expected), rounding=rounding)
     if case.dtype == "float32":
         # CTAs of the emulator add to dq in one order.
         compare.assert_same_bits(found, run(turn + 1), set())
