@@ -39,8 +39,8 @@ class LeftFactor(Protocol):
         """Returns the pairs in registers of their own: no register that a product in flight reads may be read."""
         ...
 
-    def multiply(self, acc: cute.Tensor, right: Any, *, accumulate: bool = True) -> None:
-        """Starts its product with a right factor, given descriptors of one stage, of each term if there are two."""
+    def multiply(self, acc: cute.Tensor, right: Sequence[Any], *, accumulate: bool = True) -> None:
+        """Starts its product with a right factor, given descriptors of one stage, of each term."""
         ...
 
 
@@ -165,9 +165,9 @@ class NativeFactor:
         """Returns the pairs in registers of their own."""
         return [ptx.move(self.words[i]) for i in range(cute.size(self.words))]
 
-    def multiply(self, acc: cute.Tensor, right: cute.Tensor, *, accumulate: bool = True) -> None:
+    def multiply(self, acc: cute.Tensor, right: Sequence[cute.Tensor], *, accumulate: bool = True) -> None:
         """Starts its product with a right factor."""
-        wgmma.gemm(self.product, acc, self.fragment, right, accumulate=accumulate)
+        wgmma.gemm(self.product, acc, self.fragment, *right, accumulate=accumulate)
 
 
 @final

@@ -53,6 +53,16 @@ class SharedRegions:
         pointer = self.base + (self.table.offset(name) + shift)
         return wgmma.staged_tile(pointer, dtype, shape, row.count if count is None else count, pitch)
 
+    def operand(self, name: str, dtype: Any, shape: tuple[int, int], terms: int) -> list[cute.Tensor]:
+        """Returns what `tiles` does for each term of an operand: the terms of a stage follow each other."""
+        nbytes = shape[0] * shape[1] * 2
+        return [self.tiles(name, dtype, shape, shift=i * nbytes) for i in range(terms)]
+
+    def terms(self, name: str, index: Any, shape: tuple[int, int], terms: int) -> list[tuple[Int32, int]]:
+        """Returns the address and the columns of each term's tile of that shape in a stage of a region."""
+        first, nbytes = self.stage(name, index), shape[0] * shape[1] * 2
+        return [(first, shape[1]), *((first + i * nbytes, shape[1]) for i in range(1, terms))]
+
     def stage(self, name: str, index: Int32) -> Int32:
         """Returns the address of a stage of a region."""
         return self.address + self.table.offset(name) + index * self.table[name].pitch

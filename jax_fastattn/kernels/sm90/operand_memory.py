@@ -31,15 +31,26 @@ class OperandMemory(Generic[Config]):
     """Lays out shared memory of a CTA that holds tiles of Q, K, V and dO.
 
     Attributes:
-        head_dim: columns of Q and K in shared memory, padded.
-        v_head_dim: columns of V and dO in shared memory, padded.
+        head_dim: columns of a term of Q and K in shared memory, padded.
+        v_head_dim: columns of a term of V and dO in shared memory, padded.
         feature_rows: rows that features add to the rows of the kernel.
+        terms: how many terms an operand has; each has a tile of its own, and those of a stage follow each other.
     """
 
     config: Config
     head_dim: int
     v_head_dim: int
     feature_rows: tuple[Row, ...] = ()
+    terms: int = 1
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Returns the columns of a term of Q and K, and of a term of V and dO."""
+        return self.head_dim, self.v_head_dim
+
+    def tile_nbytes(self, rows: int, columns: int) -> int:
+        """Returns the bytes of a tile of an operand, with all of its terms."""
+        return self.terms * rows * columns * 2
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -97,7 +108,8 @@ class QueryMemory(OperandMemory[QueryConfigT], Generic[QueryConfigT]):
     @classmethod
     def of(cls, spec: KernelSpec, config: QueryConfigT) -> Self:
         """Returns the layout of a compile key."""
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+        columns = padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim)
+        return cls(config, *columns, terms=spec.terms)
 
     @property
     def box_rows(self) -> tuple[int, int]:
@@ -114,7 +126,7 @@ class QueryMemory(OperandMemory[QueryConfigT], Generic[QueryConfigT]):
         """Returns the ring, a stage of which holds a tile of any operand of keys, and barriers of it and of Q."""
         config, columns = self.config, max(self.head_dim, self.v_head_dim)
         return (
-            Region("ring", config.keys * columns * 2, config.stages, TILE_ALIGNMENT),
+            Region("ring", self.tile_nbytes(config.keys, columns), config.stages, TILE_ALIGNMENT),
             Barriers("ring_full", config.stages, arrive_count=1),
             Barriers("ring_empty", config.stages, arrive_count=config.consumer_threads // 32),
             Barriers("query_full", 2, arrive_count=1),

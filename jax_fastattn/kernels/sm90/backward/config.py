@@ -29,8 +29,11 @@ ROW_ALIGNMENT = 128
 DQ_TILES_IN_FLIGHT = 3
 
 
-# Up to this head dim one kernel computes all three gradients.
+# Up to this head dim one kernel computes all three gradients, unless operands have two terms.
 DKDV_DQ_HEAD_DIM = 128
+
+# Fragments of the first term of K, or of V, that stay in registers.
+SPLIT_KV_IN_REGS = 4
 
 
 def padded_rows(rows: Any) -> Any:
@@ -158,7 +161,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
         rows = stages.stage_rows(spec.codes, config.queries, config.keys, config.stages)
         if spec.reads_edges:
             rows = (*rows, Region(BITS, spec.tiles_of(config).tile_nbytes, config.stages))
-        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows)
+        return cls(config, padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim), rows, spec.terms)
 
     @property
     def both_barrier(self) -> NamedBarrier:
@@ -193,16 +196,16 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Returns the regions and barriers that both kernels have, with the ones of a single kernel in their places."""
-        config, operands = self.config, self.config.queries * 2
+        config = self.config
         keys, warps = config.keys // WARPGROUP_ROWS, config.consumer_threads // 32
         regions, last = self._dkdv_regions, []
         if config.adds_dq:
             regions, last = self._dq_regions, self._dq_barriers
         return (
-            Region("key", WARPGROUP_ROWS * self.head_dim * 2, keys, TILE_ALIGNMENT),
-            Region("value", WARPGROUP_ROWS * self.v_head_dim * 2, keys, TILE_ALIGNMENT),
-            Region("query", operands * self.head_dim, config.stages, TILE_ALIGNMENT),
-            Region("dout", operands * self.v_head_dim, config.stages, TILE_ALIGNMENT),
+            Region("key", self.tile_nbytes(WARPGROUP_ROWS, self.head_dim), keys, TILE_ALIGNMENT),
+            Region("value", self.tile_nbytes(WARPGROUP_ROWS, self.v_head_dim), keys, TILE_ALIGNMENT),
+            Region("query", self.tile_nbytes(config.queries, self.head_dim), config.stages, TILE_ALIGNMENT),
+            Region("dout", self.tile_nbytes(config.queries, self.v_head_dim), config.stages, TILE_ALIGNMENT),
             *regions,
             Barriers("key_full", 1, arrive_count=1),
             Barriers("value_full", 1, arrive_count=1),
@@ -245,7 +248,7 @@ class BackwardMemory(OperandMemory[BackwardConfig]):
         """Returns regions for what one warpgroup hands to the other for a tile, and for statistics."""
         config = self.config
         return [
-            Region("weights", config.queries * WARPGROUP_ROWS * 2, config.stages, TILE_ALIGNMENT),
+            Region("weights", self.tile_nbytes(config.queries, WARPGROUP_ROWS), config.stages, TILE_ALIGNMENT),
             Region("stats", self.stats_nbytes, 2 * config.stages),
         ]
 
@@ -297,6 +300,8 @@ def backward_configs(spec: KernelSpec) -> BackwardConfigs:
 def backward_config(spec: KernelSpec) -> BackwardConfig:
     """Returns the variant of the key-stationary kernel for a compile key."""
     largest, float16_weights = max(spec.head_dim, spec.v_head_dim), _has_float16_weights(spec)
+    if spec.terms > 1:
+        return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=SPLIT_KV_IN_REGS, float16_weights=False))
     if largest > DKDV_DQ_HEAD_DIM:
         return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=6, float16_weights=float16_weights))
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72

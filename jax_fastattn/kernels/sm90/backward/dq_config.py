@@ -39,8 +39,8 @@ class DqMemory(QueryMemory[DqConfig]):
     def rows(self) -> tuple[Row, ...]:
         """Returns the regions and barriers; a stage of the ring holds a tile of K or of V."""
         return (
-            Region("query", WARPGROUP_ROWS * self.head_dim * 2, 2, TILE_ALIGNMENT),
-            Region("dout", WARPGROUP_ROWS * self.v_head_dim * 2, 2, TILE_ALIGNMENT),
+            Region("query", self.tile_nbytes(WARPGROUP_ROWS, self.head_dim), 2, TILE_ALIGNMENT),
+            Region("dout", self.tile_nbytes(WARPGROUP_ROWS, self.v_head_dim), 2, TILE_ALIGNMENT),
             *self.ring_rows,
             Barriers("dout_full", 2, arrive_count=1),
         )
@@ -48,6 +48,6 @@ class DqMemory(QueryMemory[DqConfig]):
 
 def dq_config(spec: KernelSpec) -> DqConfig:
     """Returns the variant of the dq kernel for a compile key: as many stages as fit, up to eight."""
-    columns = max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
+    columns = spec.terms * max(padded_head_dim(spec.head_dim), padded_head_dim(spec.v_head_dim))
     configs = (DqConfig(64, stages, overlap=columns <= 192) for stages in range(8, 2, -1))
     return next(config for config in configs if DqMemory.of(spec, config).fits)

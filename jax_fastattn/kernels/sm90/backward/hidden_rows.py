@@ -43,15 +43,11 @@ class SharedRows:
 
         P of such a key is 0. But its dP would be NaN if V were, and NaN * 0 would enter dS; so would 0 * NaN dQ.
         """
-        spec, memory = self.spec, self.memory
         live, first = work.bounds.live_keys(), work.row + group * WARPGROUP_ROWS
 
         def operands() -> list[tuple[Int32, int]]:
             group = ptx.thread_index() // 128  # It is read anew, as in `zero_hidden_rows`.
-            return [
-                (self.shared.regions.stage(name, group), columns)
-                for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
-            ]
+            return self.shared.key_terms(group)
 
         zeroing.zero_hidden_rows(
             WARPGROUP_ROWS,
@@ -63,7 +59,7 @@ class SharedRows:
 
     def zero_dead_keys(self, work: KeyTile) -> None:
         """Zeroes the rows of K and V of the keys that a list calls dead."""
-        listed, memory = work.listed, self.memory
+        listed = work.listed
         if listed is None:
             return
 
@@ -71,11 +67,7 @@ class SharedRows:
             live = listed.entries.live_rows()
             group = ptx.thread_index() // 128  # It is read anew, as in `zero_hidden_rows`.
             own = [ptx.where(group == 0, live[i], live[i + 2]) for i in range(2)]
-            operands = [
-                (self.shared.regions.stage(name, group), columns)
-                for name, columns in (("key", memory.head_dim), ("value", memory.v_head_dim))
-            ]
-            self._zero_dead_rows(WARPGROUP_ROWS, operands, own)
+            self._zero_dead_rows(WARPGROUP_ROWS, self.shared.key_terms(group), own)
 
         cutlass.if_generate(listed.has_dead_keys != 0, zero)
 
@@ -89,11 +81,7 @@ class SharedRows:
         all_live = functools.reduce(operator.and_, live)
 
         def zero() -> None:
-            operands = [
-                (self.shared.regions.stage(name, stage), columns)
-                for name, columns in (("query", memory.head_dim), ("dout", memory.v_head_dim))
-            ]
-            self._zero_dead_rows(memory.config.queries, operands, live)
+            self._zero_dead_rows(memory.config.queries, self.shared.query_terms(stage), live)
 
         cutlass.if_generate(cute.arch.make_warp_uniform(all_live) != -1, zero)
 
@@ -134,14 +122,11 @@ class SharedRows:
 
     def zero_hidden_queries(self, work: KeyTile, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of Q and dO that see no key in the loaded tile at a position."""
-        spec, config, memory = self.spec, self.memory.config, self.memory
+        config, memory = self.memory.config, self.memory
         live, first = work.bounds.live_queries(), work.visit.tile(index) * config.queries
         zeroing.zero_hidden_rows(
             config.queries,
-            lambda: [
-                (self.shared.regions.stage(name, stage), columns)
-                for name, columns in (("query", memory.head_dim), ("dout", memory.v_head_dim))
-            ],
+            lambda: self.shared.query_terms(stage),
             copies.Rows.live(live, first, length=work.queries.zeros_from()),
             threads=config.consumer_threads,
             barrier=memory.both_barrier,

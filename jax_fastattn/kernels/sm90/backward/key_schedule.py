@@ -208,7 +208,7 @@ class EntryKeyTiles:
         spec, memory, multiprocessors = self.spec, self.memory, scalars.multiprocessors
         heads, key_tiles = scalars.batch * (scalars.num_heads // spec.group), self.count(scalars)
         most_rows = plan.section_rows(
-            SECTION_NBYTES[spec.bounds_kind.one_sided_window], memory.head_dim, memory.v_head_dim
+            SECTION_NBYTES[spec.bounds_kind.one_sided_window], *(memory.terms * x for x in memory.columns)
         )
         head_rows = scalars.query_length
         if spec.listed:

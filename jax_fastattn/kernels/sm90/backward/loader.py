@@ -73,8 +73,8 @@ class BackwardProducer:
         if self.begin is not None:
             self.begin(work, phase)
         tma, shared, memory = self.call.tma, self.shared, self.memory
-        self._load_keys(work, tma.key, shared.key, shared.key_full, memory.head_dim)
-        self._load_keys(work, tma.value, shared.value, shared.value_full, memory.v_head_dim)
+        self._load_keys(work, tma.key, shared.key, shared.key_full, memory.table["key"].pitch)
+        self._load_keys(work, tma.value, shared.value, shared.value_full, memory.table["value"].pitch)
         whole = work.visit.whole(memory.config.order)
 
         def load_tile(i: Int32) -> None:
@@ -89,13 +89,12 @@ class BackwardProducer:
             wgmma.loop(Int32(self.group), load_head)
 
     def _load_keys(
-        self, work: KeyTile, operand: TmaOperand, tile: cute.Tensor, barrier: cute.Pointer, columns: int
+        self, work: KeyTile, operand: TmaOperand, tiles: list[cute.Tensor], barrier: cute.Pointer, nbytes: int
     ) -> None:
-        """Loads K or V."""
-        keys = self.memory.config.keys
-        groups = keys // WARPGROUP_ROWS
-        copy = operand.copy(tile, work.kv_head, work.keys)
-        wgmma.expect(barrier, keys * columns * 2)
+        """Loads K or V, whose tiles of 64 keys have `nbytes`."""
+        groups = self.memory.config.keys // WARPGROUP_ROWS
+        copy = operand.copy_terms(tiles, work.kv_head, work.keys)
+        wgmma.expect(barrier, groups * nbytes)
         for group in range(groups):
             copy(groups * work.tile + group, group, barrier)
 
@@ -127,8 +126,8 @@ class _HeadTiles:
         """Returns the tiles of a head of the group."""
         tma, shared = producer.call.tma, producer.shared
         head = work.first_head + member
-        copy_query = tma.query.copy(shared.query, head, work.queries)
-        copy_dout = tma.dout.copy(shared.dout, head, work.queries)
+        copy_query = tma.query.copy_terms(shared.query, head, work.queries)
+        copy_dout = tma.dout.copy_terms(shared.dout, head, work.queries)
         head_row = work.queries.padded_row(work.queries.head(work.num_heads, head), ROW_ALIGNMENT)
         bits = None if BITS not in shared.memory.table else work.head_bits(member)
         return cls(producer, work, member, whole, copy_query, copy_dout, head_row, bits)

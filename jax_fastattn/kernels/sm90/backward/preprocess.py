@@ -10,6 +10,7 @@ rows: `prologue` prepares the first heads; `background` runs concurrently with `
 of the other heads, whose CTAs wait for that.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
+from jax_fastattn.kernels.device.products import Pair, product_words, result_words
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.features.dropout import load_factor
 from jax_fastattn.kernels.features.places import Head
@@ -297,25 +299,29 @@ class PreprocessKernel:
 
     def _row_product(self, buffers: Buffers, rows: _HeadRows, lane: Int32) -> Float32:
         """Returns rowsum(out * dout) of the lane's own row."""
-        columns = self.spec.v_head_dim
+        columns, pitch = self.spec.v_head_dim, 2 * self.spec.row_columns[1]
+        out_words, dout_words = result_words(self.spec), product_words(self.spec)
         deltas = [Float32(0.0)] * _ROWS
         for column in range(0, columns // CHUNK, self.lanes):
             # Lanes past the end read the last chunk once more.
             valid = Boolean(lane + column < columns // CHUNK)
-            start = rows.before * (2 * columns) + Int32(cutlass.min(lane + column, columns // CHUNK - 1)) * (2 * CHUNK)
+            chunk = Int32(cutlass.min(lane + column, columns // CHUNK - 1))
             loaded = []
             for i in range(_ROWS):
-                offset = start + Int64(cutlass.min(rows.first + i, rows.last)) * (rows.num_heads * (2 * columns))
-                operands = (buffers.out, buffers.dout)
-                loaded.append([ptx.load_global_chunk(operand.toint() + offset) for operand in operands])
+                row = Int64(cutlass.min(rows.first + i, rows.last)) * (rows.num_heads * pitch)
+
+                def load(operand: cute.Pointer, at: Int32, row: Int64 = row) -> list[Int32]:
+                    return ptx.load_global_chunk(operand.toint() + (rows.before * pitch + at + row))
+
+                operands = (out_words, buffers.out), (dout_words, buffers.dout)
+                loaded.append([x.row_pairs(functools.partial(load, at), chunk, columns) for x, at in operands])
             for i, (outs, douts) in enumerate(loaded):
                 if column + self.lanes > columns // CHUNK:
-                    douts = [ptx.where(valid, pair, Int32(0)) for pair in douts]
+                    douts = [_only_if(valid, pair) for pair in douts]
                 if self.spec.listed:
-                    douts = [ptx.where(_are_zeros(out), Int32(0), pair) for out, pair in zip(outs, douts, strict=True)]
-                for pairs in zip(outs, douts, strict=True):
-                    left, right = (ptx.unpack(pair, dtype=ptx.MMA_DTYPE[self.spec.result_dtype]) for pair in pairs)
-                    for x, y in zip(left, right, strict=True):
+                    douts = [_where_not_zeros(out, pair) for out, pair in zip(outs, douts, strict=True)]
+                for out, dout in zip(outs, douts, strict=True):
+                    for x, y in zip(out_words.numbers(out), dout_words.numbers(dout), strict=True):
                         deltas[i] = ptx.fma(x, y, deltas[i])
         return self._own(deltas, lane)
 
@@ -378,9 +384,20 @@ class PreprocessKernel:
                 cutlass.if_generate(lane * 16 < nbytes - i, clear)
 
 
-def _are_zeros(pair: Int32) -> Boolean:
-    """Returns whether a pair of an output is zeros, as where a row sees no key: no bound says which rows do with lists.
+def _only_if(valid: Boolean, pair: Pair) -> Pair:
+    """Returns a pair of the cotangent, or zeros."""
+    if isinstance(pair, tuple):
+        return tuple(ptx.where(valid, word, Int32(0)) for word in pair)
+    return ptx.where(valid, pair, Int32(0))
 
-    What the cotangent holds there, which may be NaN, does not matter. In other rows its product with V is NaN too.
+
+def _where_not_zeros(out: Pair, dout: Pair) -> Pair:
+    """Returns a pair of the cotangent, or zeros where the pair of the output is zeros.
+
+    It is where a row sees no key: no bound says which rows do with lists. What the cotangent holds there, which may be
+    NaN, does not matter. In other rows its product with V is NaN too.
     """
-    return Boolean((pair & Int32(0x7FFF7FFF)) == 0)
+    if not isinstance(dout, tuple):
+        return ptx.where(Boolean((out & Int32(0x7FFF7FFF)) == 0), Int32(0), dout)
+    are_zeros = Boolean(((out[0] | out[1]) & Int32(0x7FFFFFFF)) == 0)
+    return tuple(ptx.where(are_zeros, Int32(0), word) for word in dout)

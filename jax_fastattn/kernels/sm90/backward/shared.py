@@ -30,32 +30,33 @@ class BackwardShared:
     Attributes:
         memory: the table, with the config.
         regions: the rows of the table.
-        key: K, `[64, columns, tile of 64 keys]`.
-        value: V, likewise.
-        query: the ring of Q, `[queries, columns, stage]`.
-        dout: the ring of dO, likewise.
+        key: each term of K, `[64, columns, tile of 64 keys]`.
+        value: each term of V, likewise.
+        query: the ring of each term of Q, `[queries, columns, stage]`.
+        dout: the ring of each term of dO, likewise.
         dq_tiles: tiles for dq by name: `dscore`, `stats`, `ones` and `key_columns`.
     """
 
     memory: BackwardMemory
     regions: SharedRegions
-    key: cute.Tensor
-    value: cute.Tensor
-    query: cute.Tensor
-    dout: cute.Tensor
+    key: list[cute.Tensor]
+    value: list[cute.Tensor]
+    query: list[cute.Tensor]
+    dout: list[cute.Tensor]
     dq_tiles: dict[str, cute.Tensor]
 
     @classmethod
     def of(cls, memory: BackwardMemory, dtype: Any) -> "BackwardShared":
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
-        regions, queries = SharedRegions.of(memory.table, wgmma.shared_memory()), memory.config.queries
+        regions = SharedRegions.of(memory.table, wgmma.shared_memory())
+        queries, terms = memory.config.queries, memory.terms
         return cls(
             memory=memory,
             regions=regions,
-            key=regions.tiles("key", dtype, (WARPGROUP_ROWS, memory.head_dim)),
-            value=regions.tiles("value", dtype, (WARPGROUP_ROWS, memory.v_head_dim)),
-            query=regions.tiles("query", dtype, (queries, memory.head_dim)),
-            dout=regions.tiles("dout", dtype, (queries, memory.v_head_dim)),
+            key=regions.operand("key", dtype, (WARPGROUP_ROWS, memory.head_dim), terms),
+            value=regions.operand("value", dtype, (WARPGROUP_ROWS, memory.v_head_dim), terms),
+            query=regions.operand("query", dtype, (queries, memory.head_dim), terms),
+            dout=regions.operand("dout", dtype, (queries, memory.v_head_dim), terms),
             dq_tiles=_dq_tiles(memory, regions, dtype) if memory.config.adds_dq else {},
         )
 
@@ -70,6 +71,19 @@ class BackwardShared:
         if self.memory.config.adds_dq:
             _write_constants(self.memory, self.regions, thread)
         self.regions.initialize(warp_index, tma)
+
+    def key_terms(self, index: Any) -> list[tuple[Int32, int]]:
+        """Returns the address and the columns of each tile of a tile of 64 keys: of K and of V."""
+        return self._terms((("key", self.memory.head_dim), ("value", self.memory.v_head_dim)), index, WARPGROUP_ROWS)
+
+    def query_terms(self, stage: Int32) -> list[tuple[Int32, int]]:
+        """Returns the address and the columns of each tile of a stage: of Q and of dO."""
+        names = ("query", self.memory.head_dim), ("dout", self.memory.v_head_dim)
+        return self._terms(names, stage, self.memory.config.queries)
+
+    def _terms(self, names: tuple[tuple[str, int], ...], index: Any, rows: int) -> list[tuple[Int32, int]]:
+        terms = self.memory.terms
+        return [x for name, columns in names for x in self.regions.terms(name, index, (rows, columns), terms)]
 
     def bits(self, spec: KernelSpec, stage: Int32) -> StageBits:
         """Returns what came with a stage of Q if tiles are visited by lists."""

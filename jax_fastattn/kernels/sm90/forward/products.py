@@ -115,8 +115,7 @@ class ForwardProducts:
     def start_values(self, stage: Int32) -> None:
         """Starts O += P V, by which tensor cores add."""
         assert self.tile_out is None, "products in flight have no registers for sums of key tiles"
-        (value,) = self.value
-        self.probabilities.multiply(self.out, value[None, None, None, stage])
+        self.probabilities.multiply(self.out, [x[None, None, None, stage] for x in self.value])
 
     def add_values(self, stage: Int32) -> None:
         """Adds P V to O, and awaits it."""

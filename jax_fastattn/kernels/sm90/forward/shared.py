@@ -53,17 +53,12 @@ class ForwardShared:
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
         config = memory.config
         regions = SharedRegions.of(memory.table, cute.arch.get_dyn_smem(cutlass.Int8, alignment=1024))
-
-        def tiles(name: str, rows: int, columns: int) -> list[cute.Tensor]:
-            nbytes = rows * columns * 2
-            return [regions.tiles(name, dtype, (rows, columns), shift=i * nbytes) for i in range(memory.terms)]
-
         return cls(
             memory=memory,
             regions=regions,
-            query=tiles("query", WARPGROUP_ROWS, memory.head_dim),
-            key=tiles("ring", config.keys, memory.head_dim),
-            value=tiles("ring", config.keys, memory.v_head_dim),
+            query=regions.operand("query", dtype, (WARPGROUP_ROWS, memory.head_dim), memory.terms),
+            key=regions.operand("ring", dtype, (config.keys, memory.head_dim), memory.terms),
+            value=regions.operand("ring", dtype, (config.keys, memory.v_head_dim), memory.terms),
             full=regions.barriers["ring_full"],
             empty=regions.barriers["ring_empty"],
             query_full=regions.barriers["query_full"],

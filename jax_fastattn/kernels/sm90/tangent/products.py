@@ -110,4 +110,4 @@ class TangentProducts:
         """Starts O' += W V, or P V', given W or P in its accumulator."""
         for i in range(cute.size(acc) // 2):
             factor.put(i, self.words.pair(acc[2 * i], acc[2 * i + 1]))
-        factor.multiply(self.out, self.value[None, None, None, stage])
+        factor.multiply(self.out, [self.value[None, None, None, stage]])

@@ -113,11 +113,11 @@ class DkdvConsumer:
         config = shared.memory.config
         lane_row, lane_column = accumulator_lane(thread % 32)
         row = warp_index % 4 * 16 + lane_row
-        mma = wgmma.product(shared.query.element_type, config.queries, a_in_registers=False, b_transposed=False)
+        mma = wgmma.product(shared.query[0].element_type, config.queries, a_in_registers=False, b_transposed=False)
         group, stage = warp_index // 4, wgmma.Uniform(Int32(0), Int32(0))
         product = wgmma.accumulator(mma, (WARPGROUP_ROWS, config.queries))
         mask, words = QueryMask(spec, shared, row, lane_column), warpgroup_words(spec)
-        crossing = crossing_words(spec) if spec.config.main.float16_weights else words
+        crossing = crossing_words(spec) if spec.config.main.float16_weights or spec.terms > 1 else words
         sums = head_sums(spec, 1, config.queries // 8)
         return cls(
             state=DkdvState(

@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
-from jax_fastattn.kernels.device.products import LeftFactor, WarpgroupWords
+from jax_fastattn.kernels.device.products import LeftFactor, Pair, WarpgroupWords
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import BackwardConfig
@@ -29,11 +29,11 @@ class Stages(NamedTuple):
     """Holds a ring of tiles in shared memory.
 
     Attributes:
-        tiles: `[rows, columns, stage]`.
+        tiles: `[rows, columns, stage]` of each term.
         empty: barriers on which its stages are given back.
     """
 
-    tiles: cute.Tensor
+    tiles: list[cute.Tensor]
     empty: cute.Pointer
 
 
@@ -44,15 +44,17 @@ class _LeftStep(NamedTuple):
         mma: the product, with its left factor in registers or in shared memory.
         left: the left factor of all steps, a fragment or descriptors.
         k: index of the step.
+        term: the term of the right factor.
     """
 
     mma: cute.TiledMma
     left: cute.Tensor
     k: int
+    term: int
 
-    def times(self, right: cute.Tensor) -> wgmma.Step:
-        """Returns the step with its right factor, given descriptors of all steps."""
-        return self.mma, self.left[None, None, self.k], right[None, None, self.k]
+    def times(self, right: list[cute.Tensor]) -> wgmma.Step:
+        """Returns the step with its right factor, given descriptors of all steps of each term."""
+        return self.mma, self.left[None, None, self.k], right[self.term][None, None, self.k]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,12 +91,15 @@ class DkdvState:
     @property
     def dtype(self) -> Any:
         """Returns the dtype of the operands."""
-        return self.shared.query.element_type
+        return self.shared.query[0].element_type
 
 
 @dataclass(frozen=True, eq=False)
 class Role:
     """Emits one warpgroup's work on a tile of keys: `product = left right^T`, `sum += factor^T added`.
+
+    Tensor cores truncate their sums. Of products of float32 that would be most of the error of dK and dV over many
+    queries, so threads add the product of each tile of queries to the sum, and round.
 
     Attributes:
         state: what both warpgroups have.
@@ -102,10 +107,11 @@ class Role:
         right_empty: barriers on which stages of the right factor are given back.
         added_empty: barriers on which stages of the right factor of the sum are given back.
         left: left factor of the product, of the keys.
-        right: descriptors of its right factor.
+        right: descriptors of its right factor, of each term.
         factor: left factor of the product that is added to the sum, P or dS.
-        added: descriptors of its right factor.
+        added: descriptors of its right factor, of each term.
         sum: accumulator `[64, columns]` of dk or dv.
+        tile_sum: accumulator like `sum` for one tile of queries; None if tensor cores add to the sum.
         previous: stage of the last tile whose left factor is there.
         finish_head: called after each query head of the group, with its index; None if there is nothing to do.
     """
@@ -116,10 +122,11 @@ class Role:
     right_empty: cute.Pointer
     added_empty: cute.Pointer
     left: list[_LeftStep]
-    right: cute.Tensor
+    right: list[cute.Tensor]
     factor: LeftFactor
-    added: cute.Tensor
+    added: list[cute.Tensor]
     sum: cute.Tensor
+    tile_sum: cute.Tensor | None
     previous: wgmma.Uniform
     finish_head: Callable[[Int32], None] | None = None
 
@@ -128,7 +135,7 @@ class Role:
         cls,
         state: DkdvState,
         work: KeyTile,
-        left: cute.Tensor,
+        left: list[cute.Tensor],
         right: Stages,
         added: Stages,
         differentiate: Differentiate,
@@ -137,20 +144,24 @@ class Role:
 
         Args:
             state: what both warpgroups have.
-            left: left factor of the product, `[64, columns, 1]` in shared memory.
+            left: left factor of the product, `[64, columns, 1]` of each term in shared memory.
             right: its right factor.
             added: right factor of the sum.
             differentiate: turns the product into the left factor of the sum.
         """
         config, dtype, mma = state.config, state.dtype, state.mma
-        columns, shape = cute.size(added.tiles, mode=[1]), (WARPGROUP_ROWS, config.queries)
+        columns, shape = cute.size(added.tiles[0], mode=[1]), (WARPGROUP_ROWS, config.queries)
         register_mma = wgmma.product(dtype, config.queries, a_in_registers=True, b_transposed=False)
-        steps = cute.size(left, mode=[1]) // 16
+        steps = cute.size(left[0], mode=[1]) // 16
         count = min(config.kv_in_regs, steps)
-        first = wgmma.load_a(register_mma, left, 0, count, state.thread % 128)
-        rest = wgmma.operand_a(mma, left)[None, None, None, 0]
-        factors = [_LeftStep(register_mma, first, k) if k < count else _LeftStep(mma, rest, k) for k in range(steps)]
-        descriptors = wgmma.operand_b(mma, right.tiles)
+        first = wgmma.load_a(register_mma, left[0], 0, count, state.thread % 128)
+        rest = [wgmma.operand_a(mma, x)[None, None, None, 0] for x in left]
+        factors = [
+            _LeftStep(register_mma, first, k, j) if i == 0 and k < count else _LeftStep(mma, rest[i], k, j)
+            for i, j in state.words.terms
+            for k in range(steps)
+        ]
+        descriptors = [wgmma.operand_b(mma, x) for x in right.tiles]
         sum_mma = wgmma.product(dtype, columns, a_in_registers=True, b_transposed=True)
         role = cls(
             state=state,
@@ -161,8 +172,9 @@ class Role:
             left=factors,
             right=descriptors,
             factor=state.words.left_factor(sum_mma, shape),
-            added=wgmma.operand_b(sum_mma, wgmma.transposed(added.tiles)),
+            added=[wgmma.operand_b(sum_mma, wgmma.transposed(x)) for x in added.tiles],
             sum=wgmma.accumulator(sum_mma, (WARPGROUP_ROWS, columns)),
+            tile_sum=wgmma.accumulator(sum_mma, (WARPGROUP_ROWS, columns)) if len(left) > 1 else None,
             previous=wgmma.Uniform(Int32(0)),
         )
         role.sum.fill(0.0)
@@ -207,7 +219,7 @@ class Role:
         wgmma.wait(shared.dout_full + stage, phase)
         if edges is not None:
             self._zero_queries(index, stage, first=first)
-        right = self.right[None, None, None, stage]
+        right = [x[None, None, None, stage] for x in self.right]
         wgmma.gemm_steps(state.product, (step.times(right) for step in self.left), accumulate=False)
         adds_previous = overlap and not first
         if adds_previous:
@@ -217,7 +229,7 @@ class Role:
         if adds_previous:
             self._finish_sum()
         for i, pair in enumerate(pairs):
-            self.factor.put(i, ptx.move(pair))
+            self.factor.put(i, _moved(pair))
         self.previous[0] = stage
         wgmma.advance(state.stage, state.config.stages)
         if not overlap:
@@ -238,9 +250,21 @@ class Role:
 
     def _start_sum(self) -> None:
         """Starts the sum of the last tile whose left factor is there."""
-        self.factor.multiply(self.sum, self.added[None, None, None, self.previous[0]])
+        added = [x[None, None, None, self.previous[0]] for x in self.added]
+        if self.tile_sum is None:
+            self.factor.multiply(self.sum, added)
+        else:
+            self.factor.multiply(self.tile_sum, added, accumulate=False)
 
     def _finish_sum(self) -> None:
-        """Waits for all products and gives the stage back."""
+        """Waits for all products, gives the stage back, and adds what tensor cores do not."""
         warpgroup.wait_group(0)
         wgmma.release(self.added_empty + self.previous[0])
+        if self.tile_sum is not None:
+            for i in range(cute.size(self.sum)):
+                self.sum[i] = self.sum[i] + self.tile_sum[i]
+
+
+def _moved(pair: Pair) -> Pair:
+    """Returns a pair in registers of its own."""
+    return tuple(ptx.move(word) for word in pair) if isinstance(pair, tuple) else ptx.move(pair)

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
 from jax_fastattn.kernels.device.kept import keep_number, keep_pair, mark, number_masks, unmark
-from jax_fastattn.kernels.device.products import WarpgroupWords, Words
+from jax_fastattn.kernels.device.products import Pair, WarpgroupWords, Words
 from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.config import DkdvBarrier
@@ -27,7 +27,7 @@ from jax_fastattn.kernels.weights import Weights
 
 # Returns the fragment of a product of a tile of queries. Arguments: the tile of keys, the position of the tile of
 # queries, its edges or None if it is full, how many products may stay in flight, and whether it is the first tile.
-Differentiate = Callable[[QueryHead, Int32, Edges | None, int, bool], list[Int32]]
+Differentiate = Callable[[QueryHead, Int32, Edges | None, int, bool], list[Pair]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class WeightExchange:
     product: cute.Tensor
     sums: tuple[HeadSums, ...]
 
-    def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
+    def give(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Pair]:
         """Returns what is kept of P of S, and gives the weights to the other warpgroup; see `Differentiate`.
 
         With dropout the signs of weights say which are dropped, unless weights have signs of their own.
@@ -78,12 +78,13 @@ class WeightExchange:
             pairs = [keep_pair(*x) for x in zip(pairs, masks, strict=True)]
             if head.score.marks:
                 weights = [mark(*x) for x in zip(weights, masks, strict=True)]
-        for i in range(0, len(weights), 4):
-            ptx.store_shared_chunk(self._address(stage, i), weights[i : i + 4])
+        stored = [word for pair in weights for word in (pair if isinstance(pair, tuple) else (pair,))]
+        for i in range(0, len(stored), 4):
+            ptx.store_shared_chunk(self._address(stage, i), stored[i : i + 4])
         cute.arch.barrier_arrive(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
         return pairs
 
-    def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Int32]:
+    def take(self, head: QueryHead, index: Int32, edges: Edges | None, flying: int, first: bool) -> list[Pair]:
         """Returns dS of dP with the weights of the other warpgroup, 0 where hidden; see `Differentiate`."""
         del edges, first
         stage, config = self.stage[0], self.shared.memory.config
@@ -91,16 +92,16 @@ class WeightExchange:
         drawn = self._draw(head, index) if head.score.draws_again else None
         warpgroup.wait_group(flying)
         cute.arch.barrier(barrier_id=DkdvBarrier.WEIGHTS.at(stage), number_of_threads=config.consumer_threads)
-        pairs = []
-        for i in range(0, config.queries // 4, 4):
-            for j, chunk in enumerate(ptx.load_shared_chunk(self._address(stage, i)), i):
+        pairs, count = [], 4 // self.crossing.columns(1)
+        for i in range(0, config.queries // 4, count):
+            for j, kept in enumerate(self._load(stage, i, count), i):
                 dprobabilities = [Float32(self.product[2 * j + e]) for e in range(2)]
                 masks = None if drawn is None else number_masks(drawn[j])
                 if head.score.marks:
-                    chunk, masks = unmark(chunk)
+                    kept, masks = unmark(kept)
                 if masks is not None:
                     dprobabilities = [keep_number(*x) for x in zip(dprobabilities, masks, strict=True)]
-                weights = self.crossing.numbers(chunk)
+                weights = self.crossing.numbers(kept)
                 values = [weights[e] * (dprobabilities[e] - delta[j // 2 * 2 + e]) for e in range(2)]
                 for kind in self.sums:
                     kind.add(DscorePair(j, values))
@@ -128,6 +129,12 @@ class WeightExchange:
         blocks = range(memory.config.queries // 8)
         return [x for block in blocks for x in ptx.load_shared_pair(address + 32 * block)]
 
-    def _address(self, stage: Int32, pair: int) -> Int32:
-        """Returns the address of four of the lane's pairs of weights; the next thread's four pairs follow."""
-        return self.shared.regions.stage("weights", stage) + self.thread % 128 * 16 + pair // 4 * 2048
+    def _load(self, stage: Int32, first: int, count: int) -> list[Pair]:
+        """Loads 16 bytes of the lane's weights: `count` pairs, each of which has one word or two."""
+        size = 4 // count
+        words = ptx.load_shared_chunk(self._address(stage, first * size))
+        return words if size == 1 else list(zip(words[::2], words[1::2], strict=True))
+
+    def _address(self, stage: Int32, word: int) -> Int32:
+        """Returns the address of four words of the lane's pairs of weights; the next thread's four words follow."""
+        return self.shared.regions.stage("weights", stage) + self.thread % 128 * 16 + word // 4 * 2048

@@ -196,7 +196,7 @@ class DqWarpgroup:
             scale: factor on the sums.
         """
         columns, together = shared.memory.dq_columns, shared.memory.config.together(spec.group)
-        mma = wgmma.product(shared.key.element_type, columns, a_in_registers=False, b_transposed=True)
+        mma = wgmma.product(shared.key[0].element_type, columns, a_in_registers=False, b_transposed=True)
         lane_row, _ = accumulator_lane(thread % 32)
         warp = cute.arch.make_warp_uniform(thread // 32)
         return cls(

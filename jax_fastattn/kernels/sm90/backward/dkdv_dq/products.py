@@ -85,7 +85,9 @@ class DkdvDqProducts:
             thread: index of this thread in the CTA.
             group: index of the warpgroup.
         """
-        dtype, memory, config = shared.query.element_type, shared.memory, shared.memory.config
+        memory, config = shared.memory, shared.memory.config
+        (key,), (value,), (query,), (dout,) = shared.key, shared.value, shared.query, shared.dout
+        dtype = query.element_type
         score_mma = wgmma.product(dtype, config.queries, a_in_registers=False, b_transposed=False)
         dk_mma = wgmma.product(dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
         dv_mma = wgmma.product(dtype, memory.v_head_dim, a_in_registers=True, b_transposed=True)
@@ -99,12 +101,12 @@ class DkdvDqProducts:
             score_mma=score_mma,
             stats_mma=stats_mma,
             stats=wgmma.operand_b(stats_mma, shared.stats),
-            key=wgmma.operand_a(score_mma, shared.key)[None, None, None, group],
-            value=wgmma.operand_a(score_mma, shared.value)[None, None, None, group],
-            query=wgmma.operand_b(score_mma, shared.query),
-            dout=wgmma.operand_b(score_mma, shared.dout),
-            query_t=wgmma.operand_b(dk_mma, wgmma.transposed(shared.query)),
-            dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(shared.dout)),
+            key=wgmma.operand_a(score_mma, key)[None, None, None, group],
+            value=wgmma.operand_a(score_mma, value)[None, None, None, group],
+            query=wgmma.operand_b(score_mma, query),
+            dout=wgmma.operand_b(score_mma, dout),
+            query_t=wgmma.operand_b(dk_mma, wgmma.transposed(query)),
+            dout_t=wgmma.operand_b(dv_mma, wgmma.transposed(dout)),
             scores=wgmma.accumulator(score_mma, shape),
             p_factor=words.left_factor(dv_mma, shape),
             ds_factor=words.left_factor(dk_mma, shape),
@@ -210,7 +212,7 @@ class DkdvDqProducts:
 
     def add_dv(self, stage: Int32) -> None:
         """Starts dV += P^T dO."""
-        self.p_factor.multiply(self.dv, self.dout_t[None, None, None, stage])
+        self.p_factor.multiply(self.dv, [self.dout_t[None, None, None, stage]])
 
     def dscores(self, weights: list[Int32], sums: tuple[HeadSums, ...], *, marked: bool) -> list[Int32]:
         """Turns dP - delta into dS, the left factor of dK, which it adds to sums; returns its pairs.
@@ -227,7 +229,7 @@ class DkdvDqProducts:
 
     def add_dk(self, stage: Int32) -> None:
         """Starts dK += dS^T Q."""
-        self.ds_factor.multiply(self.dk, self.query_t[None, None, None, stage])
+        self.ds_factor.multiply(self.dk, [self.query_t[None, None, None, stage]])
 
     # The methods below are parts of these products.
 

@@ -259,6 +259,7 @@ class DqConsumer:
         """Waits for all products and gives the stage back."""
         warpgroup.wait_group(0)
         self.ring.consumer_release(self.key_stage[0])
+        self.products.finish_dq()
 
     def _zero_keys(self, index: Int32, stage: Int32) -> None:
         """Zeroes the rows of K that no query sees. Each warpgroup does so for itself."""
@@ -266,7 +267,7 @@ class DqConsumer:
         live, first = work.bounds.live_keys(), work.visit.tile(index) * config.keys
         zeroing.zero_hidden_rows(
             config.keys,
-            lambda: [(self.shared.stage_address(stage), self.shared.memory.head_dim)],
+            lambda: self.shared.key_terms(stage),
             copies.Rows.live(live, first, length=work.keys.zeros_from()),
             threads=128,
             barrier=DqBarrier.WARPGROUP,
@@ -279,7 +280,7 @@ class DqConsumer:
 
         def zero() -> None:
             live = listed.bits.live_rows(work.visit.tile_of(edge.entry))
-            zeroing.zero_dead_rows(keys, [(self.shared.stage_address(stage), self.shared.memory.head_dim)], live)
+            zeroing.zero_dead_rows(keys, self.shared.key_terms(stage), live)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=DqBarrier.WARPGROUP.at(self.group), number_of_threads=128)
 

@@ -86,10 +86,10 @@ class DqKernel:
         """Loads Q, dO and all tiles of V and K. Runs in one warp."""
         config, memory = self.config, self.memory
         ring = wgmma.Ring(shared.full, shared.empty, config.stages)
-        copy_query = tma.query.copy(shared.query, work.head, work.queries)
-        copy_dout = tma.dout.copy(shared.dout, work.head, work.queries)
-        copy_key = tma.key.copy(shared.key, work.kv_head, work.keys)
-        copy_value = tma.value.copy(shared.value, work.kv_head, work.keys)
+        copy_query = tma.query.copy_terms(shared.query, work.head, work.queries)
+        copy_dout = tma.dout.copy_terms(shared.dout, work.head, work.queries)
+        copy_key = tma.key.copy_terms(shared.key, work.kv_head, work.keys)
+        copy_value = tma.value.copy_terms(shared.value, work.kv_head, work.keys)
         whole = work.visit.whole(Order.DOWN)
 
         def load_rows(copy: Callable[..., None], barrier: cute.Pointer, nbytes: int) -> None:
@@ -100,8 +100,8 @@ class DqKernel:
         def load(i: Int32) -> None:
             # V comes first: with three stages the next K takes its place, long before this K is done with.
             tile = work.visit.tile(whole.position(i))
-            ring.producer_load(copy_value, tile, config.keys * memory.v_head_dim * 2)
-            ring.producer_load(copy_key, tile, config.keys * memory.head_dim * 2)
+            ring.producer_load(copy_value, tile, memory.tile_nbytes(config.keys, memory.v_head_dim))
+            ring.producer_load(copy_key, tile, memory.tile_nbytes(config.keys, memory.head_dim))
 
         # The first product needs Q and K.
         count = whole.steps

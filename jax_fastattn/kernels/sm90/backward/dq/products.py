@@ -5,6 +5,9 @@
     S = Q K^T    dP = dO V^T    dQ += dS K
 
 dS goes from accumulator to A operand inside registers, and K is read twice from one stage.
+
+Tensor cores truncate their sums. Of products of float32 that would be most of the error of dQ over many keys, so
+threads add the product of each tile of keys to dQ, and round.
 """
 
 from dataclasses import dataclass
@@ -26,33 +29,35 @@ class DqProducts:
     Attributes:
         words: what dS becomes.
         score_mma: S and dP, both factors from shared memory.
-        query: descriptors of this warpgroup's Q.
-        dout: descriptors of this warpgroup's dO.
-        key: descriptors of the ring as tiles of K.
-        value: descriptors of the ring as tiles of V.
-        key_t: descriptors of the ring as right factor of dQ.
+        query: descriptors of this warpgroup's Q, of each term.
+        dout: descriptors of this warpgroup's dO, of each term.
+        key: descriptors of the ring as tiles of K, of each term.
+        value: descriptors of the ring as tiles of V, of each term.
+        key_t: descriptors of the ring as right factor of dQ, of each term.
         score: accumulator `[64, keys]` of S, then P times the slope of a soft cap if there is one.
         dscore: accumulator `[64, keys]` of dP.
         factor: dS as left factor of dQ.
         dq: accumulator `[64, columns of Q]`.
+        tile_dq: accumulator like `dq` for one tile of keys; None if tensor cores add to dQ.
     """
 
     words: WarpgroupWords
     score_mma: cute.TiledMma
-    query: cute.Tensor
-    dout: cute.Tensor
-    key: cute.Tensor
-    value: cute.Tensor
-    key_t: cute.Tensor
+    query: list[cute.Tensor]
+    dout: list[cute.Tensor]
+    key: list[cute.Tensor]
+    value: list[cute.Tensor]
+    key_t: list[cute.Tensor]
     score: Accumulator
     dscore: Accumulator
     factor: LeftFactor
     dq: Accumulator
+    tile_dq: Accumulator | None
 
     @classmethod
     def start(cls, words: WarpgroupWords, shared: DqShared, group: Int32) -> "DqProducts":
         """Returns the products of a warpgroup with their registers."""
-        dtype: Any = shared.query.element_type
+        dtype: Any = shared.query[0].element_type
         memory, config = shared.memory, shared.memory.config
         score_mma = wgmma.product(dtype, config.keys, a_in_registers=False, b_transposed=False)
         dq_mma = wgmma.product(dtype, memory.head_dim, a_in_registers=True, b_transposed=True)
@@ -60,25 +65,42 @@ class DqProducts:
         return cls(
             words=words,
             score_mma=score_mma,
-            query=wgmma.operand_a(score_mma, shared.query)[None, None, None, group],
-            dout=wgmma.operand_a(score_mma, shared.dout)[None, None, None, group],
-            key=wgmma.operand_b(score_mma, shared.key),
-            value=wgmma.operand_b(score_mma, shared.value),
-            key_t=wgmma.operand_b(dq_mma, wgmma.transposed(shared.key)),
+            query=[wgmma.operand_a(score_mma, x)[None, None, None, group] for x in shared.query],
+            dout=[wgmma.operand_a(score_mma, x)[None, None, None, group] for x in shared.dout],
+            key=[wgmma.operand_b(score_mma, x) for x in shared.key],
+            value=[wgmma.operand_b(score_mma, x) for x in shared.value],
+            key_t=[wgmma.operand_b(dq_mma, wgmma.transposed(x)) for x in shared.key],
             score=wgmma.accumulator(score_mma, scores),
             dscore=wgmma.accumulator(score_mma, scores),
             factor=words.left_factor(dq_mma, scores),
             dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)),
+            tile_dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)) if memory.terms > 1 else None,
         )
 
     def start_scores(self, stage: Int32) -> None:
         """Starts S = Q K^T."""
-        wgmma.gemm(self.score_mma, self.score, self.query, self.key[None, None, None, stage], accumulate=False)
+        self._start(self.score, self.query, self.key, stage)
 
     def start_dp(self, stage: Int32) -> None:
         """Starts dP = dO V^T."""
-        wgmma.gemm(self.score_mma, self.dscore, self.dout, self.value[None, None, None, stage], accumulate=False)
+        self._start(self.dscore, self.dout, self.value, stage)
 
     def start_dq(self, stage: Int32) -> None:
         """Starts dQ += dS K."""
-        self.factor.multiply(self.dq, self.key_t[None, None, None, stage])
+        key = [x[None, None, None, stage] for x in self.key_t]
+        if self.tile_dq is None:
+            self.factor.multiply(self.dq, key)
+        else:
+            self.factor.multiply(self.tile_dq, key, accumulate=False)
+
+    def finish_dq(self) -> None:
+        """Adds what tensor cores do not add to dQ, when the product is there."""
+        if self.tile_dq is not None:
+            for i in range(cute.size(self.dq)):
+                self.dq[i] = self.dq[i] + self.tile_dq[i]
+
+    def _start(self, acc: Accumulator, left: list[cute.Tensor], right: list[cute.Tensor], stage: Int32) -> None:
+        """Starts a product of rows of queries with a stage of the ring."""
+        keys = [x[None, None, None, stage] for x in right]
+        steps = (step for i, j in self.words.terms for step in wgmma.steps_of(self.score_mma, left[i], keys[j]))
+        wgmma.gemm_steps(acc, steps, accumulate=False)

@@ -25,10 +25,10 @@ class DqShared:
     Attributes:
         memory: the table, with the config.
         regions: the rows of the table.
-        query: Q, `[64, columns, warpgroup]`.
-        dout: dO, `[64, columns, warpgroup]`.
-        key: the ring as tiles of K, `[keys, columns, stage]`.
-        value: the ring as tiles of V, `[keys, columns, stage]`.
+        query: Q, `[64, columns, warpgroup]` of each term.
+        dout: dO, `[64, columns, warpgroup]` of each term.
+        key: the ring as tiles of K, `[keys, columns, stage]` of each term.
+        value: the ring as tiles of V, `[keys, columns, stage]` of each term.
         full: barriers of the stages that TMA completes.
         empty: barriers of the stages on which every consumer warp arrives.
         query_full: barriers of the Q of each warpgroup.
@@ -37,10 +37,10 @@ class DqShared:
 
     memory: DqMemory
     regions: SharedRegions
-    query: cute.Tensor
-    dout: cute.Tensor
-    key: cute.Tensor
-    value: cute.Tensor
+    query: list[cute.Tensor]
+    dout: list[cute.Tensor]
+    key: list[cute.Tensor]
+    value: list[cute.Tensor]
     full: cute.Pointer
     empty: cute.Pointer
     query_full: cute.Pointer
@@ -49,15 +49,15 @@ class DqShared:
     @classmethod
     def of(cls, memory: DqMemory, dtype: Any) -> "DqShared":
         """Returns the tiles, of a dtype, and the barriers of a CTA."""
-        config = memory.config
+        config, terms = memory.config, memory.terms
         regions = SharedRegions.of(memory.table, wgmma.shared_memory())
         return cls(
             memory=memory,
             regions=regions,
-            query=regions.tiles("query", dtype, (WARPGROUP_ROWS, memory.head_dim)),
-            dout=regions.tiles("dout", dtype, (WARPGROUP_ROWS, memory.v_head_dim)),
-            key=regions.tiles("ring", dtype, (config.keys, memory.head_dim)),
-            value=regions.tiles("ring", dtype, (config.keys, memory.v_head_dim)),
+            query=regions.operand("query", dtype, (WARPGROUP_ROWS, memory.head_dim), terms),
+            dout=regions.operand("dout", dtype, (WARPGROUP_ROWS, memory.v_head_dim), terms),
+            key=regions.operand("ring", dtype, (config.keys, memory.head_dim), terms),
+            value=regions.operand("ring", dtype, (config.keys, memory.v_head_dim), terms),
             full=regions.barriers["ring_full"],
             empty=regions.barriers["ring_empty"],
             query_full=regions.barriers["query_full"],
@@ -68,6 +68,7 @@ class DqShared:
         """Initializes the barriers, see `SharedRegions.initialize`."""
         self.regions.initialize(warp_index, tma)
 
-    def stage_address(self, stage: Int32) -> Int32:
-        """Returns the address of a stage of the ring."""
-        return self.regions.stage("ring", stage)
+    def key_terms(self, stage: Int32) -> list[tuple[Int32, int]]:
+        """Returns the address and the columns of each term of K in a stage of the ring."""
+        memory = self.memory
+        return self.regions.terms("ring", stage, (memory.config.keys, memory.head_dim), memory.terms)
