@@ -259,7 +259,7 @@ def test_a_feature_that_asks_for_a_head_has_no_decoding_kernel(paged: bool, monk
     problem = Case("bfloat16", 2, 1, 256, num_kv_heads=2, group=4, head_dim=64).problem()
     problem = dataclasses.replace(problem, page=16, pages=32) if paged else problem
     assert forward_spec(problem, "sm_90a").op == "decode" and reads_pages(problem) == paged
-    monkeypatch.setattr(choose, "_features", lambda *_: (Code("other", ""),))
+    monkeypatch.setattr(choose, "_features", lambda *_, **__: (Code("other", ""),))
     assert forward_spec(problem, "sm_90a").op == "forward" and not reads_pages(problem)
 
 

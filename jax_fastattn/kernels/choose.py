@@ -22,6 +22,7 @@ from jax_fastattn.kernels.sm80.tangent import config as sm80_tangent
 from jax_fastattn.kernels.sm90.backward import config as sm90_backward
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
+from jax_fastattn.kernels.sm90.geometry import split_obstacle
 from jax_fastattn.kernels.sm90.tangent import config as sm90_tangent
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
@@ -297,7 +298,7 @@ def reads_pages(problem: Problem) -> bool:
 
 def _has_placed_features(problem: Problem) -> bool:
     """Returns whether a feature asks where a score lies, and has no instance for each row; see `Code.is_placed`."""
-    return any(code.is_placed and not code.has_rows for code in _features(problem, "decode", "sm80"))
+    return any(code.is_placed and not code.has_rows for code in _features(problem, "decode", exact=True))
 
 
 def _fills_gpu(problem: Problem) -> bool:
@@ -310,8 +311,8 @@ def forward_spec(problem: Problem, arch: str) -> KernelSpec:
     return kernel_spec(problem, "decode" if splits_keys(problem_by_rows(problem)) else "forward", arch)
 
 
-def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
-    """Returns the features of a call, in the order in which logits pass through them."""
+def _features(problem: Problem, op: str, *, exact: bool) -> tuple[Code, ...]:
+    """Returns the features of a call, in the order in which logits pass through them. `exact` is of functions' tanh."""
     spec = problem.spec
     has_sinks = "sinks" in spec.present
     chosen = {
@@ -319,7 +320,7 @@ def _features(problem: Problem, op: str, family: str) -> tuple[Code, ...]:
         codes.SINKS: has_sinks and op != "backward",
         codes.DROPOUT: "dropout" in spec.present,
     }
-    functions = codes.score_function(spec.score_mod, problem.planes, exact=has_sinks or family == "sm80")
+    functions = codes.score_function(spec.score_mod, problem.planes, exact=has_sinks or exact)
     return (*functions, *(code for code, is_present in chosen.items() if is_present))
 
 
@@ -350,8 +351,8 @@ def kernel_spec(
     in_terms = op == "tangent" or takes_terms(problem, dbias=dbias)
     products = products_of(problem.dtype, spec.precision, takes_terms=in_terms)
     assert products is not None, "`unsupported_reasons` admits nothing else"
-    is_split_forward = op == "forward" and not sm90.split_obstacle(problem.head_dim, problem.v_head_dim)
-    family = "sm90" if arch == "sm_90a" and (products != "bf16x3" or is_split_forward) else "sm80"
+    takes_split = op in ("forward", "backward") and not split_obstacle(problem.head_dim, problem.v_head_dim)
+    family = "sm90" if arch == "sm_90a" and (products != "bf16x3" or takes_split) else "sm80"
     bias = None if problem.bias_shape is None else bias_kind(problem.bias_shape)
     key = KernelSpec(
         op=op,
@@ -378,7 +379,7 @@ def kernel_spec(
         dbias=dbias,
         dplane=dplane,
         moved=moved,
-        features=_features(problem, op, family),
+        features=_features(problem, op, exact=products == "bf16x3" or family == "sm80"),
         products=products,
         family=family,
     )

@@ -21,7 +21,7 @@ from jax_fastattn.kernels.choose import (
     takes_terms,
 )
 from jax_fastattn.kernels.codes import MASK_OPS, MAX_STAGED_PLANES, SCORE_OPS, score_function, staged_places
-from jax_fastattn.kernels.sm90.forward.config import split_obstacle
+from jax_fastattn.kernels.sm90.geometry import split_obstacle
 from jax_fastattn.kernels.tiles.lists import MAX_BITS_NBYTES, MAX_TILES, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.limits import UNBOUNDED
@@ -351,13 +351,13 @@ def describe_kernels(problem: Problem, arch: str, *, has_gradient: bool = True) 
     return ", ".join(f"{x.family} {x.op}" for x in kernels), ", ".join(x.config.tiles for x in kernels)
 
 
-def describe_portable_forward(problem: Problem, arch: str) -> str:
-    """Says why the portable kernel runs a forward pass in float32 on a Hopper GPU; an empty string if it does not."""
+def describe_portable_split(problem: Problem, arch: str) -> str:
+    """Says why portable kernels run a call in float32 on a Hopper GPU; an empty string if they do not."""
     kernel = forward_spec(problem, arch)
     if arch != "sm_90a" or kernel.op != "forward" or kernel.family != "sm80":
         return ""
     obstacle = split_obstacle(kernel.head_dim, kernel.v_head_dim)
-    return f"the forward pass takes the portable kernel: in that of Hopper, {obstacle}"
+    return f"the call takes portable kernels: in Hopper's, {obstacle}"
 
 
 def describe_lists(problem: Problem, arch: str, *, has_gradient: bool = True) -> str:

@@ -20,7 +20,7 @@ from jax_fastattn.kernels.support import (
     Reason,
     describe_kernels,
     describe_lists,
-    describe_portable_forward,
+    describe_portable_split,
     gradient_reasons,
     speed_note,
     tangent_reasons,
@@ -184,7 +184,7 @@ def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
     kernels = describe_kernels(problem, arch, has_gradient=has_gradient)
     variant = _variant(problem, arch, has_gradient=has_gradient)
     found = Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
-    found = with_note(found, describe_portable_forward(problem, arch))
+    found = with_note(found, describe_portable_split(problem, arch))
     return with_note(found, describe_lists(problem, arch, has_gradient=has_gradient))
 
 

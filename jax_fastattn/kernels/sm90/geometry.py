@@ -52,3 +52,10 @@ class TwoConsumers:
 def padded_head_dim(head_dim: int) -> int:
     """Returns the columns of a tile: whole swizzle atoms of 32, or 64 if that adds none. TMA fills in zeros."""
     return padded(head_dim, 32)
+
+
+def split_obstacle(head_dim: int, v_head_dim: int) -> str:
+    """Returns why no kernel of attention takes operands in two terms with these head dims; empty if there is one."""
+    if max(head_dim, v_head_dim) > 128:
+        return "sums of tiles take too many registers for head dims over 128"
+    return ""

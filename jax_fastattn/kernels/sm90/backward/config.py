@@ -32,9 +32,6 @@ DQ_TILES_IN_FLIGHT = 3
 # Up to this head dim one kernel computes all three gradients, unless operands have two terms.
 DKDV_DQ_HEAD_DIM = 128
 
-# Fragments of the first term of K, or of V, that stay in registers.
-SPLIT_KV_IN_REGS = 4
-
 
 def padded_rows(rows: Any) -> Any:
     """Returns the rows of a head in the statistics and in the sums of dq; for Python and device integers."""
@@ -301,7 +298,9 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     """Returns the variant of the key-stationary kernel for a compile key."""
     largest, float16_weights = max(spec.head_dim, spec.v_head_dim), _has_float16_weights(spec)
     if spec.terms > 1:
-        return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=SPLIT_KV_IN_REGS, float16_weights=False))
+        # Where a bias is loaded, 64 queries would leave room for one stage.
+        queries = 32 if largest > 96 and spec.cost.score_nbytes else 64
+        return _with_most_stages(spec, BackwardConfig(queries, 3, kv_in_regs=8, float16_weights=False))
     if largest > DKDV_DQ_HEAD_DIM:
         return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=6, float16_weights=float16_weights))
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72

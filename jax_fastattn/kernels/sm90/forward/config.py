@@ -205,13 +205,6 @@ def forward_config(spec: KernelSpec, *, short: bool) -> ForwardConfig:
     raise AssertionError(f"no forward variant fits {spec}")
 
 
-def split_obstacle(head_dim: int, v_head_dim: int) -> str:
-    """Returns why no variant has operands in two terms with these head dims; an empty string if one has."""
-    if max(head_dim, v_head_dim) > 128:
-        return "sums of key tiles take too many registers for head dims over 128"
-    return ""
-
-
 def _split_candidates(spec: KernelSpec, columns: int) -> tuple[ForwardConfig, ...]:
     """Returns the variants for operands in two terms, with fewer and fewer stages.
 

@@ -63,8 +63,13 @@ class DbiasMemory(OperandMemory[DbiasConfig]):
         columns = (chunk_columns(spec.head_dim, spec.v_head_dim),) * 2
         nbytes = stats_row_nbytes(spec.config.adds_dq)
         bias = stages.stage_rows(spec.codes, ROWS, KEYS, 1)
-        words = 1 if spec.sums_rows else 3 if spec.sums_diagonals else 2, LIVE_WORDS if spec.alike else 1
-        memories = (cls(DbiasConfig(count), *columns, bias, nbytes, *words) for count in range(8, 0, -1))
+        words = {
+            "names": 1 if spec.sums_rows else 3 if spec.sums_diagonals else 2,
+            "told": LIVE_WORDS if spec.alike else 1,
+        }
+        memories = (
+            cls(DbiasConfig(count), *columns, bias, stats_row_nbytes=nbytes, **words) for count in range(8, 0, -1)
+        )
         return next(memory for memory in memories if memory.fits)
 
     @property

@@ -22,9 +22,9 @@ from jax_fastattn.kernels.features.places import Element
 from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
-from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items
+from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, Item, Items, product_parts
 from jax_fastattn.kernels.sm90.backward.gradient import load_units
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
 from jax_fastattn.kernels.sums.schedule import FULL, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tile_sums import (
     DiagonalSum,
@@ -166,16 +166,16 @@ class DbiasConsumer:
     def _item(self, tile: DbiasTile, item: Item) -> None:
         """Computes dS of an item, and adds it to the sum."""
         products, memory = self.products, self.shared.memory
-        chunks = padded_head_dim(self.spec.head_dim) // memory.head_dim
-        v_chunks = padded_head_dim(self.spec.v_head_dim) // memory.v_head_dim
-        scores = [self._multiply(products.score, products.query, products.key, i) for i in range(chunks)]
+        chunks, v_chunks = (len(x) for x in product_parts(self.spec, memory))
+        scores = self._multiply_parts(products.score, products.query, products.key, range(chunks))
         # The ring may have no room for more than S, or the first columns of dP.
-        started = int(chunks < memory.config.stages)
-        dscores = [self._multiply(products.dscore, products.dout, products.value, i) for i in range(started)]
+        started = int(len(scores) < memory.config.stages)
+        dscores = self._multiply_parts(products.dscore, products.dout, products.value, range(started))
         warpgroup.wait_group(started)
         for stage in scores:
             self.ring.consumer_release(stage)
-        dscores += [self._multiply(products.dscore, products.dout, products.value, i) for i in range(started, v_chunks)]
+        rest = range(started, v_chunks)
+        dscores = self._multiply_parts(products.dscore, products.dout, products.value, rest, tuple(dscores))
         place = tile.named(self.items.names(item.stage))
         lse2 = self._weights(place, item.stage)
         deltas = self._deltas(place, item.stage) if self.sum.centered else None
@@ -189,6 +189,22 @@ class DbiasConsumer:
             lambda: self._add(place, deltas, self.sum.edge(self.score, place, _read_lane(), hidden)),
         )
         self.items.release(item.stage)
+
+    def _multiply_parts(
+        self, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, parts: range, held: tuple[Int32, ...] = ()
+    ) -> list[Int32]:
+        """Starts some parts of a product; returns their stages, and `held` before them.
+
+        The ring has no room for all parts of products of terms: each one begins before the stage of the one before it
+        is given back.
+        """
+        stages = list(held)
+        for part in parts:
+            stages.append(self._multiply(acc, left, right, part))
+            if self.spec.terms > 1 and len(stages) > 1:
+                warpgroup.wait_group(1)
+                self.ring.consumer_release(stages.pop(0))
+        return stages
 
     def _multiply(self, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, chunk: int) -> Int32:
         """Starts some columns of a product; returns their stage."""

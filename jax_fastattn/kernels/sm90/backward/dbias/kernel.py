@@ -38,8 +38,7 @@ from jax_fastattn.kernels.score import Score
 from jax_fastattn.kernels.sm90.backward.config import ROW_ALIGNMENT
 from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
 from jax_fastattn.kernels.sm90.backward.dbias.consumer import DbiasConsumer
-from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared
-from jax_fastattn.kernels.sm90.geometry import padded_head_dim
+from jax_fastattn.kernels.sm90.backward.dbias.shared import DbiasShared, product_parts
 from jax_fastattn.kernels.sums.row_preprocess import nonzero
 from jax_fastattn.kernels.sums.schedule import HIDDEN, LAST, DbiasItem, DbiasSchedule, DbiasTile
 from jax_fastattn.kernels.sums.tiles import KEYS, ROWS
@@ -179,17 +178,18 @@ class DbiasLoader:
         shared, spec, memory, tma = self.shared, self.spec, self.shared.memory, self.tma
         sequence = Sequence.of_entry(spec, item.head.batch, self.buffers, self.sizes)
         kv_head = item.head.head // spec.group
-        for rows, keys, in_rows, in_keys, columns, head_dim in (
-            (tma.query, tma.key, shared.query, shared.key, memory.head_dim, spec.head_dim),
-            (tma.dout, tma.value, shared.dout, shared.value, memory.v_head_dim, spec.v_head_dim),
+        scores, dscores = product_parts(spec, memory)
+        for rows, keys, in_rows, in_keys, columns, parts in (
+            (tma.query, tma.key, shared.query, shared.key, memory.head_dim, scores),
+            (tma.dout, tma.value, shared.dout, shared.value, memory.v_head_dim, dscores),
         ):
             copy_rows = rows.copy_matrix(in_rows, sequence.queries.tma_rows(rows.coordinates, item.head.head))
             copy_keys = keys.copy_matrix(in_keys, sequence.keys.tma_rows(keys.coordinates, kv_head))
 
-            def copy(chunk: int, stage: Int32, barrier: cute.Pointer, both=(copy_rows, copy_keys)) -> None:  # type: ignore[no-untyped-def]
+            def copy(part: tuple[int, int], stage: Int32, barrier: cute.Pointer, both=(copy_rows, copy_keys)) -> None:  # type: ignore[no-untyped-def]
                 for group in range(2):
-                    both[0](2 * item.row + group, chunk, 4 * stage + group, barrier)
-                both[1](item.column, chunk, stage, barrier)
+                    both[0](2 * item.row + group, part[0], 4 * stage + group, barrier)
+                both[1](item.column, part[1], stage, barrier)
 
-            for chunk in range(padded_head_dim(head_dim) // columns):
-                ring.producer_load(copy, chunk, (ROWS + KEYS) * columns * 2)
+            for part in parts:
+                ring.producer_load(copy, part, (ROWS + KEYS) * columns * 2)

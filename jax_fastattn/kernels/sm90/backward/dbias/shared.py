@@ -9,11 +9,25 @@ from typing import Any, NamedTuple
 from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.products import warpgroup_words
 from jax_fastattn.kernels.device.shared_regions import SharedRegions
 from jax_fastattn.kernels.features import stages
+from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.backward.dbias.config import DbiasMemory
-from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS
+from jax_fastattn.kernels.sm90.geometry import WARPGROUP_ROWS, padded_head_dim
 from jax_fastattn.kernels.sums.tiles import KEYS
+
+
+def product_parts(spec: KernelSpec, memory: DbiasMemory) -> tuple[list[tuple[int, int]], ...]:
+    """Returns the parts of S and of dP in their order: which columns of the left and of the right factor each takes.
+
+    Columns are counted in widths of a stage of the ring, over all terms of an operand.
+    """
+    terms, found = warpgroup_words(spec).terms, []
+    for head_dim, columns in ((spec.head_dim, memory.head_dim), (spec.v_head_dim, memory.v_head_dim)):
+        count = padded_head_dim(head_dim) // columns
+        found.append([(i * count + chunk, j * count + chunk) for i, j in terms for chunk in range(count)])
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ The warpgroups never wait for each other: the exponentials of one run concurrent
 tiles are visited as in `forward/consumer.py`: from the right edge to the left, full ones without mask code.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -132,7 +132,9 @@ class DqConsumer:
         visit = work.visit.own(work.bounds, work.row + group * WARPGROUP_ROWS, WARPGROUP_ROWS, self.config.keys)
         wgmma.wait(self.shared.query_full + group, Int32(0))
         self._pass_by(work.visit.end - visit.end)
-        cutlass.if_generate(visit.begin < visit.end, lambda: self._visit(visit), self._await_dout)
+        products = self.products.with_query(self.shared, group, self.thread)
+        visitor = replace(self, products=products)
+        cutlass.if_generate(visit.begin < visit.end, lambda: visitor._visit(visit), self._await_dout)
         self._pass_by(visit.begin - work.visit.begin)
 
     def _pass_by(self, count: Int32) -> None:

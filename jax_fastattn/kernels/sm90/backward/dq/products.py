@@ -10,7 +10,7 @@ Tensor cores truncate their sums. Of products of float32 that would be most of t
 threads add the product of each tile of keys to dQ, and round.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutlass import Int32, cute
@@ -28,8 +28,11 @@ class DqProducts:
 
     Attributes:
         words: what dS becomes.
+        q_in_regs: how many fragments of the first term of Q stay in registers.
         score_mma: S and dP, both factors from shared memory.
+        fragment_mma: S with Q from registers.
         query: descriptors of this warpgroup's Q, of each term.
+        query_fragments: fragments of its first term that stay in registers; None before they are there.
         dout: descriptors of this warpgroup's dO, of each term.
         key: descriptors of the ring as tiles of K, of each term.
         value: descriptors of the ring as tiles of V, of each term.
@@ -42,8 +45,11 @@ class DqProducts:
     """
 
     words: WarpgroupWords
+    q_in_regs: int
     score_mma: cute.TiledMma
+    fragment_mma: cute.TiledMma
     query: list[cute.Tensor]
+    query_fragments: cute.Tensor | None
     dout: list[cute.Tensor]
     key: list[cute.Tensor]
     value: list[cute.Tensor]
@@ -64,8 +70,11 @@ class DqProducts:
         scores = (WARPGROUP_ROWS, config.keys)
         return cls(
             words=words,
+            q_in_regs=config.q_in_regs,
             score_mma=score_mma,
+            fragment_mma=wgmma.product(dtype, config.keys, a_in_registers=True, b_transposed=False),
             query=[wgmma.operand_a(score_mma, x)[None, None, None, group] for x in shared.query],
+            query_fragments=None,
             dout=[wgmma.operand_a(score_mma, x)[None, None, None, group] for x in shared.dout],
             key=[wgmma.operand_b(score_mma, x) for x in shared.key],
             value=[wgmma.operand_b(score_mma, x) for x in shared.value],
@@ -77,9 +86,16 @@ class DqProducts:
             tile_dq=wgmma.accumulator(dq_mma, (WARPGROUP_ROWS, memory.head_dim)) if memory.terms > 1 else None,
         )
 
+    def with_query(self, shared: DqShared, group: Int32, thread: Int32) -> "DqProducts":
+        """Returns the products with the fragments of Q that stay in registers; Q has to be there."""
+        if not self.q_in_regs:
+            return self
+        fragments = wgmma.load_a(self.fragment_mma, shared.query[0], group, self.q_in_regs, thread)
+        return replace(self, query_fragments=fragments)
+
     def start_scores(self, stage: Int32) -> None:
         """Starts S = Q K^T."""
-        self._start(self.score, self.query, self.key, stage)
+        self._start(self.score, self.query, self.key, stage, self.query_fragments)
 
     def start_dp(self, stage: Int32) -> None:
         """Starts dP = dO V^T."""
@@ -99,8 +115,22 @@ class DqProducts:
             for i in range(cute.size(self.dq)):
                 self.dq[i] = self.dq[i] + self.tile_dq[i]
 
-    def _start(self, acc: Accumulator, left: list[cute.Tensor], right: list[cute.Tensor], stage: Int32) -> None:
-        """Starts a product of rows of queries with a stage of the ring."""
+    def _start(
+        self,
+        acc: Accumulator,
+        left: list[cute.Tensor],
+        right: list[cute.Tensor],
+        stage: Int32,
+        fragments: cute.Tensor | None = None,
+    ) -> None:
+        """Starts a product of rows of queries with a stage of the ring, given `fragments` of the first term of rows."""
         keys = [x[None, None, None, stage] for x in right]
-        steps = (step for i, j in self.words.terms for step in wgmma.steps_of(self.score_mma, left[i], keys[j]))
-        wgmma.gemm_steps(acc, steps, accumulate=False)
+
+        def step(i: int, j: int, k: int) -> wgmma.Step:
+            mma, rows = self.score_mma, left[i]
+            if fragments is not None and i == 0 and k < self.q_in_regs:
+                mma, rows = self.fragment_mma, fragments
+            return mma, rows[None, None, k], keys[j][None, None, k]
+
+        count = cute.size(left[0], mode=[2])
+        wgmma.gemm_steps(acc, (step(i, j, k) for i, j in self.words.terms for k in range(count)), accumulate=False)
