@@ -85,4 +85,4 @@ def test_a_layer_runs_kernels(layer: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr(module, "attention", seen)
     text = calls.cuda_text(jax.grad(lambda x: jnp.sum(jnp.sin(call(x)))), X)
     assert calls.count_launches(text) == 2
-    assert found[0].kernel == "sm90 forward, sm80 backward"
+    assert found[0].kernel == "sm90 forward, sm90 backward"

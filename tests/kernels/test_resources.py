@@ -407,20 +407,29 @@ def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
     _assert_fits(spec, kept_resources(spec), local_bytes)
 
 
-# Features of Hopper's forward kernels for float32 operands. None of them has local memory.
+# Features of Hopper's kernels for float32 operands. None of the forward ones has local memory.
 SPLIT_HOPPER = ("full", "causal", "everything", "listed", "compared", "bias-float32", "bias-listed", "key-bias")
+SPLIT_HOPPER_DIMS = [(64, 64), (96, 96), (128, 128)]
 
 
-def _split_hopper_spec(dims: tuple[int, int], features: str) -> KernelSpec:
-    spec = _spec("sm90", "forward", "sm_90a", dims, FEATURES[features])
+def _split_hopper_spec(op: str, dims: tuple[int, int], features: str) -> KernelSpec:
+    spec = _spec("sm90", op, "sm_90a", dims, FEATURES[features])
     return configured(dataclasses.replace(spec, products="bf16x3"))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=lambda x: "v".join(map(str, x)))
+@pytest.mark.parametrize("dims", SPLIT_HOPPER_DIMS, ids=lambda x: "v".join(map(str, x)))
 @pytest.mark.parametrize("features", SPLIT_HOPPER)
 def test_hopper_kernels_for_float32_fit(features: str, dims: tuple[int, int]) -> None:
-    spec = _split_hopper_spec(dims, features)
+    spec = _split_hopper_spec("forward", dims, features)
     _assert_fits(spec, kept_resources(spec), 0)
+
+
+@pytest.mark.parametrize("dims", SPLIT_HOPPER_DIMS, ids=lambda x: "v".join(map(str, x)))
+@pytest.mark.parametrize("features", [*SPLIT_HOPPER, "sinks"])
+def test_hopper_gradients_for_float32_fit(features: str, dims: tuple[int, int]) -> None:
+    """With lists or a bias of pairs the dq kernel has local memory."""
+    spec = _split_hopper_spec("backward", dims, features)
+    _assert_fits(spec, kept_resources(spec), SPLIT_LOCAL_BYTES.get(features, 0))
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.

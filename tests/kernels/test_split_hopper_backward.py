@@ -74,7 +74,7 @@ _CALL = Case("float32", 1, 70, 150, num_kv_heads=2, dlse=True, draw=2)
     "changes",
     [
         {"mask": "bnts", "head_dim": 32},
-        {"mask": "bnts", "head_dim": 128, "num_heads": 4},
+        {"mask": "bnts", "head_dim": 128, "group": 2},
         {"bias": "nts", "bias_dtype": "float32", "head_dim": 128, "mask": "bs"},
         {"bias": "ts", "bias_dtype": "bfloat16", "is_causal": True},
         {"bias": "nt", "bias_dtype": "float32", "logits_soft_cap": 5.0},

@@ -4,8 +4,8 @@
 
 Up to head dim 128 one key-stationary kernel computes dk, dv and dq. The five products run once. All CTAs add to float32
 sums of dq, and the last CTA to add rounds them. With `spec.ordered` they add in one order; without it in any, so that
-the last bits differ from run to run. Over head dim 128 dq has a query-stationary kernel: there are seven products, no
-sums in memory, and the same bits in every run.
+the last bits differ from run to run. Over head dim 128, and with operands in two terms, dq has a query-stationary
+kernel: there are seven products, no sums in memory, and the same bits in every run.
 
 Each kernel lets the next one begin before it ends (programmatic dependent launch), as soon as what that one cannot wait
 for by itself is written: CTAs of the next one take the SMs that have nothing left to do. The last kernel ends after the

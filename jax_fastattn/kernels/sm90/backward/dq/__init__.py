@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of dq alone, for head dims over 128."""
+"""The kernel of dq alone, for head dims over 128 and operands in two terms."""
