@@ -18,9 +18,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_fastattn import attention, explain, ring_attention
+from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.arguments.precision import PRECISIONS, PRODUCTS_IN_WORDS, forbids_tf32, products_of
+from jax_fastattn.kernels.choose import kernel_spec
 from jax_fastattn.kernels.key import Products
 from jax_fastattn.ops.cuda.split import side_by_side
+from jax_fastattn.spec import Problem
 
 X = jax.ShapeDtypeStruct((2, 129, 3, 40), jnp.float32)
 # What JAX can be set to, and how kernels then multiply float32; None if they do not.
@@ -98,6 +101,17 @@ def test_16_bits_follow_no_setting() -> None:
     with jax.default_matmul_precision("highest"):
         assert explain(x, x, x).kernel == "sm90 forward, sm90 backward"
     assert products_of("float16", "highest") == "native" and products_of("float64", "default") is None
+
+
+def test_the_tanh_of_a_function_is_exact_in_three_products() -> None:
+    """The rough one has the mantissa of bfloat16. Both passes have the same one."""
+    for dtype, is_exact in ((jnp.float32, True), (jnp.bfloat16, False)):
+        x = jnp.zeros(X.shape, dtype)
+        problem = Problem.of(*canonicalize(x, x, x, score_mod=lambda s, b, h, q, k: 5.0 * jnp.tanh(s / 5.0)))
+        for op in ("forward", "backward"):
+            kernel = kernel_spec(problem, op, "sm_90a")
+            (function,) = kernel.features
+            assert kernel.family == "sm90" and function.constants[0].exact == is_exact, kernel
 
 
 def test_the_gradient_of_a_bias_has_three_products() -> None:

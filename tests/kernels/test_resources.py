@@ -410,6 +410,9 @@ def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
 # Features of Hopper's kernels for float32 operands. None of the forward ones has local memory.
 SPLIT_HOPPER = ("full", "causal", "everything", "listed", "compared", "bias-float32", "bias-listed", "key-bias")
 SPLIT_HOPPER_DIMS = [(64, 64), (96, 96), (128, 128)]
+# Local memory of the backward ones; of the kernel of a bias's gradient more.
+SPLIT_LOCAL_BYTES = {"listed": 8, "compared": 8, "bias-listed": 16}
+SPLIT_BIAS_GRADIENT_LOCAL_BYTES = 24
 
 
 def _split_hopper_spec(op: str, dims: tuple[int, int], features: str) -> KernelSpec:
@@ -427,9 +430,14 @@ def test_hopper_kernels_for_float32_fit(features: str, dims: tuple[int, int]) ->
 @pytest.mark.parametrize("dims", SPLIT_HOPPER_DIMS, ids=lambda x: "v".join(map(str, x)))
 @pytest.mark.parametrize("features", [*SPLIT_HOPPER, "sinks"])
 def test_hopper_gradients_for_float32_fit(features: str, dims: tuple[int, int]) -> None:
-    """With lists or a bias of pairs the dq kernel has local memory."""
     spec = _split_hopper_spec("backward", dims, features)
     _assert_fits(spec, kept_resources(spec), SPLIT_LOCAL_BYTES.get(features, 0))
+
+
+@pytest.mark.parametrize("features", ["bias-float32", "bias-listed"])
+def test_hopper_bias_gradients_for_float32_fit(features: str) -> None:
+    spec = configured(dataclasses.replace(_split_hopper_spec("backward", (128, 128), features), dbias=True))
+    _assert_fits(spec, kept_resources(spec), SPLIT_BIAS_GRADIENT_LOCAL_BYTES)
 
 
 # A head dim of every row of `sm90.config`, and where lengths differ both of them.

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 import cutlass
-from cutlass import Boolean, Float32
+from cutlass import Boolean, Float32, Int32
 
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE
 from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device.products import Pair
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
@@ -214,3 +215,22 @@ class RowPreprocess:
         delta = row.delta.value()
         delta = delta if self.delta_factor is None else delta * self.delta_factor
         return self.lse_scale.scaled(lse, live), ptx.where(live, delta, Float32(0.0))
+
+
+def only_if(valid: Boolean, pair: Pair) -> Pair:
+    """Returns a pair of the cotangent, or zeros."""
+    if isinstance(pair, tuple):
+        return tuple(ptx.where(valid, word, Int32(0)) for word in pair)
+    return ptx.where(valid, pair, Int32(0))
+
+
+def where_not_zeros(out: Pair, dout: Pair) -> Pair:
+    """Returns a pair of the cotangent, or zeros where the pair of the output is zeros.
+
+    It is where a row sees no key: no bound says which rows do with lists. What the cotangent holds there, which may be
+    NaN, does not matter. In other rows its product with V is NaN too.
+    """
+    if not isinstance(dout, tuple):
+        return ptx.where(Boolean((out & Int32(0x7FFF7FFF)) == 0), Int32(0), dout)
+    are_zeros = Boolean(((out[0] | out[1]) & Int32(0x7FFFFFFF)) == 0)
+    return tuple(ptx.where(are_zeros, Int32(0), word) for word in dout)

@@ -48,12 +48,12 @@ class BackwardConfig:
     """Describes a variant of the key-stationary kernels: two consumer warpgroups, one that loads, one that computes dq.
 
     Attributes:
-        queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64; 32 in two terms of head dim 128
-            with a bias of pairs.
+        queries: query rows of a tile: 128 up to head dim 64 without a soft cap, else 64; 32 if operands have two terms,
+            at head dim 128 with a bias of pairs.
         stages: tiles of Q and of dO in shared memory.
-        dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128 and with operands
-            in two terms, where `dq/` computes dq: both consumer warpgroups of `dkdv/` work on the same 64 keys, the ones of `dkdv_dq/` on 64 keys
-            each.
+        dq_registers: registers of a thread of the warpgroup that computes dq. It is 0 over head dim 128, and if
+            operands have two terms, where `dq/` computes dq: both consumer warpgroups of `dkdv/` work on the same 64
+            keys, the ones of `dkdv_dq/` on 64 keys each.
         kv_in_regs: how many fragments of 16 columns of K, or of V, a warpgroup of `dkdv/` keeps in registers. For the
             others its product reads both factors from shared memory, whose bytes are the limit there.
         shared_ones: whether the factor of ones that adds statistics to products lies in shared memory, for want of

@@ -22,7 +22,7 @@ from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.device import copies, ptx, wgmma
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.device.layout import CHUNK
-from jax_fastattn.kernels.device.products import Pair, product_words, result_words
+from jax_fastattn.kernels.device.products import product_words, result_words
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.features.dropout import load_factor
 from jax_fastattn.kernels.features.places import Head
@@ -42,6 +42,8 @@ from jax_fastattn.kernels.sums.row_preprocess import (
     OutputDelta,
     ReadRow,
     RowPreprocess,
+    only_if,
+    where_not_zeros,
 )
 from jax_fastattn.kernels.tiles import plan
 
@@ -317,9 +319,9 @@ class PreprocessKernel:
                 loaded.append([x.row_pairs(functools.partial(load, at), chunk, columns) for x, at in operands])
             for i, (outs, douts) in enumerate(loaded):
                 if column + self.lanes > columns // CHUNK:
-                    douts = [_only_if(valid, pair) for pair in douts]
+                    douts = [only_if(valid, pair) for pair in douts]
                 if self.spec.listed:
-                    douts = [_where_not_zeros(out, pair) for out, pair in zip(outs, douts, strict=True)]
+                    douts = [where_not_zeros(out, pair) for out, pair in zip(outs, douts, strict=True)]
                 for out, dout in zip(outs, douts, strict=True):
                     for x, y in zip(out_words.numbers(out), dout_words.numbers(dout), strict=True):
                         deltas[i] = ptx.fma(x, y, deltas[i])
@@ -382,22 +384,3 @@ class PreprocessKernel:
                 clear()
             else:
                 cutlass.if_generate(lane * 16 < nbytes - i, clear)
-
-
-def _only_if(valid: Boolean, pair: Pair) -> Pair:
-    """Returns a pair of the cotangent, or zeros."""
-    if isinstance(pair, tuple):
-        return tuple(ptx.where(valid, word, Int32(0)) for word in pair)
-    return ptx.where(valid, pair, Int32(0))
-
-
-def _where_not_zeros(out: Pair, dout: Pair) -> Pair:
-    """Returns a pair of the cotangent, or zeros where the pair of the output is zeros.
-
-    It is where a row sees no key: no bound says which rows do with lists. What the cotangent holds there, which may be
-    NaN, does not matter. In other rows its product with V is NaN too.
-    """
-    if not isinstance(dout, tuple):
-        return ptx.where(Boolean((out & Int32(0x7FFF7FFF)) == 0), Int32(0), dout)
-    are_zeros = Boolean(((out[0] | out[1]) & Int32(0x7FFFFFFF)) == 0)
-    return tuple(ptx.where(are_zeros, Int32(0), word) for word in dout)

@@ -191,14 +191,14 @@ class DbiasConsumer:
         self.items.release(item.stage)
 
     def _multiply_parts(
-        self, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, parts: range, held: tuple[Int32, ...] = ()
+        self, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, parts: range, started: tuple[Int32, ...] = ()
     ) -> list[Int32]:
-        """Starts some parts of a product; returns their stages, and `held` before them.
+        """Starts some parts of a product; returns their stages, after the ones of parts that are `started`.
 
         The ring has no room for all parts of products of terms: each one begins before the stage of the one before it
         is given back.
         """
-        stages = list(held)
+        stages = list(started)
         for part in parts:
             stages.append(self._multiply(acc, left, right, part))
             if self.spec.terms > 1 and len(stages) > 1:

@@ -8,11 +8,12 @@ registers of one warpgroup each:
     scores warpgroup:   S^T = K Q^T    P    dV += P^T dO
     weights warpgroup:  dP^T = V dO^T    dS = P (dP - delta)    dK += dS^T Q
 
-P passes from one to the other in float16, or of operands in two terms in float32, through shared memory, in the order
-of the registers; with a soft cap it is P times the slope. Nothing else makes a warpgroup wait for the other: the scores warpgroup may be as many tiles ahead as
-there are stages. With three stages each warpgroup issues the second product of a tile after the first one of the next
-tile, and it runs concurrently with that tile's exponentials. With two, that would leave no stage to load into: the
-products of a tile follow each other, and the products of the other warpgroup fill the gaps.
+P passes from one to the other through shared memory, in the order of the registers: in float16, or in float32 if
+operands have two terms. With a soft cap it is P times the slope. Nothing else makes a warpgroup wait for the other: the
+scores warpgroup may be as many tiles ahead as there are stages. With three stages each warpgroup issues the second
+product of a tile after the first one of the next tile, and it runs concurrently with that tile's exponentials. With
+two, that would leave no stage to load into: the products of a tile follow each other, and the products of the other
+warpgroup fill the gaps.
 """
 
 from dataclasses import dataclass, replace
