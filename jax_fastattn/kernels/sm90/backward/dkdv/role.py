@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.device import ptx, wgmma
+from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import LeftFactor, Pair, WarpgroupWords
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
@@ -125,8 +126,8 @@ class Role:
     right: list[cute.Tensor]
     factor: LeftFactor
     added: list[cute.Tensor]
-    sum: cute.Tensor
-    tile_sum: cute.Tensor | None
+    sum: Accumulator
+    tile_sum: Accumulator | None
     previous: wgmma.Uniform
     finish_head: Callable[[Int32], None] | None = None
 

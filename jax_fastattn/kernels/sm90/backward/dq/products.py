@@ -124,7 +124,7 @@ class DqProducts:
         fragments: cute.Tensor | None = None,
     ) -> None:
         """Starts a product of rows of queries with a stage of the ring, given `fragments` of the first term of rows."""
-        keys = [x[None, None, None, stage] for x in right]
+        keys: list[Any] = [x[None, None, None, stage] for x in right]
 
         def step(i: int, j: int, k: int) -> wgmma.Step:
             mma, rows = self.score_mma, left[i]
