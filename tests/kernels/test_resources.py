@@ -411,7 +411,7 @@ def test_kernels_for_float32_with_a_bias_fit(op: str, local_bytes: int) -> None:
 SPLIT_HOPPER = ("full", "causal", "everything", "listed", "compared", "bias-float32", "bias-listed", "key-bias")
 SPLIT_HOPPER_DIMS = [(64, 64), (96, 96), (128, 128)]
 # Local memory of the backward ones; of the kernel of a bias's gradient more.
-SPLIT_LOCAL_BYTES = {"listed": 8, "compared": 8, "bias-listed": 16}
+SPLIT_LOCAL_BYTES = dict.fromkeys(("listed", "compared", "bias-listed"), 8)
 SPLIT_BIAS_GRADIENT_LOCAL_BYTES = 24
 
 

@@ -66,6 +66,7 @@ def test_gradients(case: str) -> None:
     emulated_hopper.check_backward(*CASES[case])
 
 
+# Draws 0 and 1 have one product, see `emulated_draws.check`.
 _CALL = Case("float32", 1, 70, 150, num_kv_heads=2, dlse=True, draw=2)
 
 
@@ -79,11 +80,14 @@ _CALL = Case("float32", 1, 70, 150, num_kv_heads=2, dlse=True, draw=2)
         {"bias": "ts", "bias_dtype": "bfloat16", "is_causal": True},
         {"bias": "nt", "bias_dtype": "float32", "logits_soft_cap": 5.0},
         {"packed": ((30, 0, 35), (40, 20, 80)), "first": (1, 5)},
+        {"is_causal": True, "group": 2},
+        {"is_causal": True, "group": 2, "head_dim": 128, "draw": 7},
+        {"mask": "bnts", "draw": 10},
     ],
     ids=lambda x: "-".join(x),
 )
 def test_calls(changes: dict[str, Any]) -> None:
-    """With lists, biases and packed sequences."""
+    """With lists, biases and packed sequences; the last three have dropout, that and a function, or a function."""
     emulated_draws.check(Case(**{**vars(_CALL), **changes}), "sm_90a")
 
 
