@@ -82,6 +82,7 @@ class Operands(NamedTuple):
             booleans.
         forward_lists, forward_bits, backward_lists, backward_bits, backward_counts, dq_lists, dq_bits: what prepasses
             write, of a `BlockMask`; see `AttentionSpec.kept`.
+        row_means: a result of the forward pass, for the backward pass alone; see `AttentionSpec.mean_plane`.
     """
 
     query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
@@ -115,6 +116,7 @@ class Operands(NamedTuple):
     backward_counts: Annotated[jax.Array | None, Operand("L", "int32")] = None
     dq_lists: Annotated[jax.Array | None, Operand("L", "int32")] = None
     dq_bits: Annotated[jax.Array | None, Operand("L", "int32")] = None
+    row_means: Annotated[jax.Array | None, Operand("BTN", "logits")] = None
 
     def present(self) -> tuple[str, ...]:
         """Returns the names of the operands that are not None, in order."""
@@ -169,6 +171,8 @@ class AttentionSpec:
         mask_mod: which pairs count, besides all other conditions; None is all.
         kept: for each prepass whose lists are operands, the `PrepassConfig` with the tiles, the scalars of
             `visits.lists.Planes`, and the names of these operands. A call with other tiles or sizes ignores them.
+        mean_plane: the plane of `score_mod` by whose numbers the forward pass returns a mean derivative for each row, of
+            a call whose gradient is taken; None for none. See `kernels/row_means.py`.
     """
 
     scale: float
@@ -184,6 +188,7 @@ class AttentionSpec:
     score_mod: Program | None = None
     mask_mod: Program | None = None
     kept: tuple[Any, ...] = ()
+    mean_plane: int | None = None
 
     @property
     def has_programs(self) -> bool:

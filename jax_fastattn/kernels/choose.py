@@ -15,6 +15,7 @@ from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.row_means import with_means
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm80.forward import config as sm80
@@ -226,7 +227,7 @@ def splits_keys(problem: Problem) -> bool:
 
     The kernel of a deterministic call does not depend on the batch, which counts as large enough to fill the GPU.
     """
-    if problem.page:
+    if problem.page or problem.spec.mean_plane is not None:
         return reads_pages(problem)
     return problem.dtype != "float32" and has_few_queries(problem)
 
@@ -383,6 +384,7 @@ def kernel_spec(
         products=products,
         family=family,
     )
+    key = with_means(key, spec.mean_plane)
     loads = key.cost.score_nbytes or key.cost.key_nbytes
     short = max(problem.query_length, problem.key_length) <= (SHORT_LOADING_LENGTH if loads else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)

@@ -66,7 +66,9 @@ class KernelSpec:
         dbias: whether the backward pass computes the gradient of the bias.
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
         moved: of a tangent, which of query, key and value have one.
-        dplane: the plane of the score function whose gradient the backward pass computes; None for none.
+        dplane: the plane of the score function whose gradient a kernel of its own computes; None for none.
+        mean_plane: the plane of the score function by which the forward pass stores a mean derivative for each row, and
+            with whose means the kernel that computes dk sums its gradient; None for none.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -104,6 +106,7 @@ class KernelSpec:
     splits_dbias: bool = False
     moved: tuple[str, ...] = ()
     dplane: int | None = None
+    mean_plane: int | None = None
     features: tuple[Code, ...] = ()
     products: Products = "native"
     config: Any = None
@@ -152,6 +155,16 @@ class KernelSpec:
     def takes_out(self) -> bool:
         """Whether it computes delta from the output."""
         return not self.takes_delta
+
+    @property
+    def has_row_means(self) -> bool:
+        """Whether there are means of rows, see `mean_plane`."""
+        return self.mean_plane is not None
+
+    @property
+    def summed_plane(self) -> int | None:
+        """The plane of the score function whose gradient the backward pass computes; None for none."""
+        return self.mean_plane if self.dplane is None else self.dplane
 
     @property
     def has_gradient_units(self) -> bool:
@@ -326,8 +339,9 @@ class KernelSpec:
 
     @property
     def dkey_bias(self) -> bool:
-        """Whether dS is summed for each key: for the gradient of a bias of keys, or of a plane of keys."""
-        return (self.dbias and self.bias == "keys") or self._plane_kind == "key"
+        """Whether dS is summed for each key: for the gradient of a bias of keys, or of a plane of keys or heads."""
+        has_means = self.op == "backward" and self.has_row_means
+        return (self.dbias and self.bias == "keys") or self._plane_kind == "key" or has_means
 
     @property
     def dbias_dtype(self) -> str:

@@ -30,14 +30,13 @@ def statistics_dtype(dtype: Any) -> Any:
 
 
 def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
-    """Returns the abstract output and log-sum-exp."""
+    """Returns the abstract output and log-sum-exp, and the means of rows if the spec asks for them."""
     query, _, value, *_ = arrays
     rows = query.shape[:-1]
     axes = tuple(range(len(rows)))
-    return [
-        like(query, rows + value.shape[3:], axes=(*axes, None)),
-        like(query, rows, statistics_dtype(query.dtype), axes=axes),
-    ]
+    of_rows = like(query, rows, statistics_dtype(query.dtype), axes=axes)
+    means = [] if spec.mean_plane is None else [of_rows]
+    return [like(query, rows + value.shape[3:], axes=(*axes, None)), of_rows, *means]
 
 
 def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,8 +66,9 @@ def note_gradient(spec: AttentionSpec, operands: Sequence[Any], wanted: Collecti
         operands: their abstract values.
         wanted: which gradients.
     """
-    out, lse = abstract.forward_results(spec, operands)
-    arrays = [*operands, out, lse, out]
+    out, lse, *means = abstract.forward_results(spec, operands)
+    spec = replace(spec, present=(*spec.present, "row_means")) if means else spec
+    arrays = [*operands, *means, out, lse, out]
     ahead.note(_launches, arrays, spec=spec, with_dlse=False, wanted=wanted_names(wanted))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import batching as jax_batching
 from jax.interpreters import mlir
 
@@ -18,7 +19,7 @@ from jax_fastattn.ops import abstract, batching, dispatch
 from jax_fastattn.ops.cuda import ahead
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.partitioned import Axes, Op
-from jax_fastattn.spec import OPERANDS, AttentionSpec, Problem
+from jax_fastattn.spec import OPERANDS, AttentionSpec, Operands, Problem
 from jax_fastattn.xla import passes as xla
 from jax_fastattn.xla.chunks import ACCELERATOR, CPU, Tuning
 
@@ -31,7 +32,8 @@ def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> li
 def _axes(spec: AttentionSpec, mapped: tuple[bool, ...]) -> Axes:
     axis = "V" if any(mapped) else ""
     operands = ["V" * m + OPERANDS[name].letters for name, m in zip(spec.present, mapped, strict=True)]
-    return Axes(operands, [axis + "BTND", axis + "BTN"])
+    means = [] if spec.mean_plane is None else [axis + "BTN"]
+    return Axes(operands, [axis + "BTND", axis + "BTN", *means])
 
 
 # `mapped` says which operands have a vmapped axis before their own axes; it becomes query heads.
@@ -40,7 +42,10 @@ attend_p, forward_p = attend_op.primitive, attend_op.share
 
 
 def forward(spec: AttentionSpec, arrays: Sequence[jax.Array], mapped: Sequence[bool] = ()) -> list[jax.Array]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` of the operands that are present."""
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` of the operands that are present.
+
+    With `AttentionSpec.mean_plane` the means of rows `[B, T, N]` follow.
+    """
     return attend_op.bind(*arrays, spec=spec, mapped=tuple(mapped) or (False,) * len(arrays))
 
 
@@ -61,8 +66,16 @@ def _problem(avals: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> Probl
 
 
 @forward_p.def_impl
-def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, jax.Array]:
-    return results(functools.partial(xla.forward, tuning=tuning), arrays, **params)
+def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.Array, ...]:
+    def run(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, ...]:
+        return with_zeros(spec, *xla.forward(spec, operands, tuning=tuning))
+
+    return results(run, arrays, **params)
+
+
+def with_zeros(spec: AttentionSpec, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns output and log-sum-exp, and zeros for the means of rows if the spec asks for them."""
+    return (out, lse) if spec.mean_plane is None else (out, lse, jnp.zeros_like(lse))
 
 
 def _launches(*arrays: Any, **params: Any) -> Any:

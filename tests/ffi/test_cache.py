@@ -417,6 +417,7 @@ CHANGES = {
     "dbias": True,
     "splits_dbias": True,
     "dplane": 0,
+    "mean_plane": 0,
     "dlse": True,
     "dsinks": True,
     "small_weights": True,

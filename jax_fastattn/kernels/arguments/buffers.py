@@ -76,6 +76,7 @@ class Buffers(NamedTuple):
         added: a named tuple with the operands that features add, such as sinks `[b, N]`; None if there are none.
         out: `[B, T, N, D]`; in a backward pass and for tangents from the forward pass, as is `lse`.
         lse: `[B, T, N]`.
+        row_means: `[B, T, N]`, the mean derivative of the scores of a row, see `KernelSpec.mean_plane`.
         query_tangent, key_tangent, value_tangent: in the shapes of their operands, of those that move.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
@@ -90,8 +91,8 @@ class Buffers(NamedTuple):
         dbias: `[parts, planes, T, bias_pitch]`, see `Scalars.bias_parts`. For a bias of rows
             `[parts, B, N, column warps, ROW_SUMS, T]`, see `tile_sums.RowSums`, and so for a plane of heads or of
             queries. For a plane of distances `[parts, planes, diagonals, 128, 128]`, see `tile_sums.DiagonalSum`.
-        dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias or plane of keys. Portable:
-            `[B, N column_warps, S]`.
+        dkey_bias: `[B, N, S]`, what heads add to the gradient of a bias or plane of keys, or what keys add to the
+            gradient of a plane of heads. Portable: `[B, N column_warps, S]`.
         stats: `[B, N, 2, padded_rows(T)]`, see `sm90/backward/gradient.py`. Shapes of this and the next four rows are
             for Hopper; `sm80/backward/config.backward_scratch` has the shapes for portable kernels.
         dq_accum: `[B, N, padded_rows(T), padded H]` in an order of its own, see `sm90/backward/dkdv_dq/dq_atomic.py`.
@@ -154,6 +155,11 @@ class Buffers(NamedTuple):
         Buffer("operand", needs="takes_out", dtype_of="result_dtype", ops=_DERIVED),
     ]
     lse: Annotated[Any, Buffer("result", "float32", ops=_ANSWER), Buffer("operand", "float32", ops=_DERIVED)]
+    row_means: Annotated[
+        Any,
+        Buffer("result", "float32", needs="has_row_means", ops=_FORWARD),
+        Buffer("operand", "float32", needs="has_row_means", ops=_BACKWARD),
+    ]
     query_tangent: Annotated[Any, Buffer("operand", needs="moves_query", ops=_TANGENT)]
     key_tangent: Annotated[Any, Buffer("operand", needs="moves_key", ops=_TANGENT)]
     value_tangent: Annotated[Any, Buffer("operand", needs="moves_value", ops=_TANGENT)]

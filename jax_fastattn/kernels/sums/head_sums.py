@@ -4,6 +4,7 @@
 
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sums.key_sums import KeySums
+from jax_fastattn.kernels.sums.plane_means import PlaneSums
 from jax_fastattn.kernels.sums.sums import HeadSums
 
 
@@ -12,4 +13,7 @@ def head_sums(spec: KernelSpec, m_blocks: int, n_blocks: int) -> tuple[HeadSums,
 
     The accumulator of dS has `m_blocks` of 16 keys and `n_blocks` of 8 queries.
     """
-    return (KeySums.start(m_blocks, n_blocks),) if spec.dkey_bias else ()
+    if not spec.dkey_bias:
+        return ()
+    sums = KeySums.start(m_blocks, n_blocks)
+    return (PlaneSums(sums) if spec.has_row_means else sums,)

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, TypeVar
 from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
+from jax_fastattn.kernels.features.places import ScoreTile
+from jax_fastattn.kernels.score import Score
 
 Part = TypeVar("Part", contravariant=True)
 Place = TypeVar("Place", contravariant=True)
@@ -61,5 +63,24 @@ class LaneKeys(NamedTuple):
     factor: Float32 | float | None = None
 
 
-# These sums run over the queries of one head after the other, in kernels that compute dk.
-HeadSums = Sums[DscorePair, LaneKeys]
+class SummedTile(NamedTuple):
+    """A tile of scores whose dS is added.
+
+    Attributes:
+        score: maps products to probabilities of the query head.
+        scores: where the lane's scores lie; rows are keys.
+        means: address of the mean of the lane's first query in shared memory; a query has 16 bytes. See
+            `KernelSpec.mean_plane`.
+    """
+
+    score: Score
+    scores: ScoreTile
+    means: Int32
+
+
+class HeadSums(Sums[DscorePair, LaneKeys], Protocol):
+    """Sums over the queries of one head after the other, in kernels that compute dk."""
+
+    def at_tile(self, tile: SummedTile) -> "HeadSums":
+        """Returns the sums for the scores of a tile."""
+        ...

@@ -72,8 +72,8 @@ def for_kernels(operands: Operands) -> Operands:
 
 def forward(
     spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None, kept: Sequence[TileLists] = ()
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`.
+) -> tuple[jax.Array, ...]:
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`; of a call with a `mean_plane` means `[B, T, N]`.
 
     They come from one custom call. A mask or segment ids take another one before it, the prepass, unless lists for the
     kernel's tiles are kept.
@@ -95,7 +95,9 @@ def forward(
     rows = padded.query.shape[:3]
     out = found["out"].reshape(*rows, padded.value.shape[3])
     out = out if half is None else times_power(out, half.out[..., None])
-    return cut_head_dim(out, operands.value.shape[3]), found["lse"].reshape(rows)
+    lse = found["lse"].reshape(rows)
+    means = () if spec.mean_plane is None else (found.get("row_means", jnp.zeros_like(lse)),)
+    return cut_head_dim(out, operands.value.shape[3]), lse, *means
 
 
 def paged_forward(
@@ -114,6 +116,7 @@ def _forward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int
     """Returns the shapes of results and scratch of a forward launch by name."""
     rows = problem.batch, problem.query_length, problem.num_heads
     results: dict[str, tuple[int, ...]] = {"out": (*rows, problem.v_head_dim), "lse": rows}
+    results |= {"row_means": rows} if kernel.has_row_means else {}
     if kernel.op == "decode":
         units, rows_of_unit = problem.batch * problem.num_kv_heads, problem.query_length * problem.group
         return results | decode_scratch(kernel, ffi.multiprocessors(), rows_of_unit, units, problem.key_length)
@@ -154,6 +157,7 @@ def backward(
         found = backward(*without_rows(spec, operands), out, rows.lse(), dout, dlse, others, kept=kept)
         return found._replace(**rows.gradients(spec, out, dout, dlse, wanted))
     sums_bias = (kernel.dbias and kernel.dplane is None) or kernel.dkey_bias
+    padded = padded if kernel.has_row_means else padded._replace(row_means=None)
     bias_shapes = result_shapes(kernel, problem, ffi.multiprocessors())
     kernel = with_parts(kernel, bias_shapes)
     shapes = _backward_shapes(kernel, problem) | bias_shapes
@@ -180,7 +184,7 @@ def backward(
         bias=bias_gradient(problem.bias_shape, found, dlse, products) if sums_bias and problem.bias_shape else None,
         sinks=None if sinks is None else sinks_gradient(sinks, _sink_terms(found, half), operands.query.shape[0]),
         scale=scale_gradient(operands, dscaled) if "scale" in wanted else None,
-        **({} if kernel.dplane is None else plane_gradient(kernel, operands, found, dlse, products)),
+        **({} if kernel.summed_plane is None else plane_gradient(kernel, operands, found, dlse, products)),
     )
 
 

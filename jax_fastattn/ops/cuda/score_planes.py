@@ -95,13 +95,16 @@ def plane_gradient(
         products: as for `bias_gradient`.
     """
     parts = score_parts(kernel.features)
-    assert parts is not None and kernel.dplane is not None
-    place = parts.places[kernel.dplane]
+    assert parts is not None and kernel.summed_plane is not None
+    place = parts.places[kernel.summed_plane]
     x: jax.Array = getattr(operands, place.operand)
     batch, heads, kind = *x.shape[:2], place.plane.kind
     if kind == "distance":
         queries = operands.query.shape[1]
         plane = distance_sums(jnp.sum(found["dbias"], axis=0), queries, x.shape[3]).reshape(batch, heads, -1)
+    elif kernel.has_row_means:
+        heads_of_batch = found["dkey_bias"].reshape(operands.query.shape[0], operands.query.shape[2], -1)
+        plane = reduce_to((batch, heads, 1), jnp.sum(heads_of_batch, axis=2, keepdims=True))
     elif kind == "key":
         by_warp = found["dkey_bias"].reshape(operands.query.shape[0], operands.query.shape[2], -1, x.shape[3])
         plane = reduce_to((batch, heads, x.shape[3]), jnp.sum(by_warp, axis=2))

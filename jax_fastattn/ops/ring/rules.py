@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,24 +15,33 @@ from jax_fastattn.ops.backward import gradient_op
 from jax_fastattn.ops.linear import Names
 from jax_fastattn.ops.ring import gradient, passes
 from jax_fastattn.ops.tangents import tangent_op
-from jax_fastattn.spec import AttentionSpec
+from jax_fastattn.spec import AttentionSpec, Operands
 
 
 def _forward(*arrays: jax.Array, **params: Any) -> Any:
-    return forward.results(passes.forward, arrays, **params)
+    def run(spec: AttentionSpec, operands: Operands) -> Any:
+        return forward.with_zeros(spec, *passes.forward(replace(spec, mean_plane=None), operands))
+
+    return forward.results(run, arrays, **params)
 
 
 def _gradient(*arrays: jax.Array, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[jax.Array]:
     del with_dlse
     count = len(spec.present)
-    found = gradient.gradient(spec, spec.operands(arrays[:count]), arrays[count:], wanted)
+    found = gradient.gradient(*_without_means(spec, arrays[:count]), arrays[count:], wanted)
     return [found[name] for name in wanted]
 
 
 def _tangent(*arrays: jax.Array, spec: AttentionSpec, moved: Names) -> list[jax.Array]:
     count = len(spec.present)
     tangents = dict(zip(moved, arrays[count + 2 :], strict=True))
-    return passes.tangent(spec, spec.operands(arrays[:count]), tangents)
+    return passes.tangent(*_without_means(spec, arrays[:count]), tangents)
+
+
+def _without_means(spec: AttentionSpec, arrays: Sequence[jax.Array]) -> tuple[AttentionSpec, Operands]:
+    """Returns a call without the means of rows: no pass of a ring takes them."""
+    operands = spec.operands(arrays)._replace(row_means=None)
+    return replace(spec, present=operands.present(), mean_plane=None), operands
 
 
 def define() -> None:

@@ -40,12 +40,19 @@ def load_units(spec: KernelSpec, buffers: Buffers, rows: Span, kv_heads: Int32, 
     return units.load_units(buffers, rows, kv_heads, kv_head) or constants
 
 
-def split_bf16x3(x: Float32) -> list[Int32]:
-    """Returns eight bfloat16: three that add up to x, the largest first, and zeros."""
+def split_bf16x3(x: Float32, mean: Float32 | None = None) -> list[Int32]:
+    """Returns eight bfloat16: three that add up to x, the largest first, and zeros.
+
+    Args:
+        x: the number.
+        mean: the mean of a row, which is rounded to the sixth bfloat16. The product with zeros drops it, and consumers
+            load it and the zero before it as a float32.
+    """
     parts, words = [], Native("bfloat16")
     for _ in range(3):
         part = words.numbers(words.pair(x, Float32(0.0)))[0]
         # Nothing is left of an infinity.
         x = ptx.where(cutlass.max(part, -part) < Float32(float("inf")), x - part, Float32(0.0))
         parts.append(part)
-    return [words.pair(parts[0], parts[1]), words.pair(parts[2], Float32(0.0)), Int32(0), Int32(0)]
+    third = Int32(0) if mean is None else words.pair(Float32(0.0), mean)
+    return [words.pair(parts[0], parts[1]), words.pair(parts[2], Float32(0.0)), third, Int32(0)]

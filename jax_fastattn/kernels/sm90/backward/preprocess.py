@@ -84,11 +84,13 @@ class _Row:
         index: index of the row within its sequence.
         end: rows from this one on are padding, and have the numbers of another row.
         read: its numbers.
+        mean: its mean derivative; None if no kernel takes it.
     """
 
     index: Int32
     end: Int32
     read: ReadRow
+    mean: Float32 | None
 
 
 class PreprocessKernel:
@@ -248,7 +250,8 @@ class PreprocessKernel:
             for which, value in enumerate((lse_scaled, delta)):
                 target = address + Int64(queries.padded_rows(ROW_ALIGNMENT)) * (which * nbytes)
                 if self.config.adds_dq:
-                    ptx.store_global_chunk(target, gradient.split_bf16x3(-value))
+                    mean = own.mean if which else None
+                    ptx.store_global_chunk(target, gradient.split_bf16x3(-value, mean))
                 else:
                     ptx.store_global(target, value)
 
@@ -280,7 +283,8 @@ class PreprocessKernel:
         else:
             dlse = None if buffers.dlse is None else ptx.load_global(buffers.dlse.toint() + offset)
             delta = OutputDelta(product, dlse, live)
-        return _Row(index, bounds.query_end, ReadRow(live, lse, delta))
+        mean = None if buffers.row_means is None else ptx.load_global(buffers.row_means.toint() + offset)
+        return _Row(index, bounds.query_end, ReadRow(live, lse, delta), mean)
 
     def _write_dsinks_term(self, buffers: Buffers, scalars: Scalars, work: Work, own: _Row, lane: Int32) -> None:
         """Stores what the lane's own row adds to the gradient of its sink; 0 of padding that the arrays have."""

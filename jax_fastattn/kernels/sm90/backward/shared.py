@@ -138,6 +138,11 @@ class BackwardShared:
         """Returns the ring of statistics as factors: bfloat16 for all operands, `[queries, 16, 2 stage + which]`."""
         return self.dq_tiles["stats"]
 
+    def means(self, stage: Int32) -> Int32:
+        """Returns the address of the mean of a stage's first query, see `gradient.split_bf16x3`."""
+        table = self.memory.table
+        return self.address + (table.offset("stats") + table["stats"].pitch + 8) + stage * (2 * table["stats"].pitch)
+
     @property
     def ones(self) -> cute.Tensor | None:
         """Returns the left factor of statistics; None if it is in registers."""

@@ -23,6 +23,7 @@ from jax_fastattn.kernels.sm90.forward.config import ForwardBarrier
 from jax_fastattn.kernels.sm90.forward.products import ForwardProducts
 from jax_fastattn.kernels.sm90.forward.shared import ForwardShared
 from jax_fastattn.kernels.sm90.forward.state import Call, Lane
+from jax_fastattn.kernels.sums.plane_means import row_moments
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.weights import Weights
 
@@ -68,6 +69,7 @@ class OnlineSoftmax:
         maxima: running maxima of the lane's two rows, in units of scores.
         sums: the lane's running sums of its two rows, relative to the maxima.
         factors: factors by which raised maxima change the output, one for each row.
+        moments: the lane's running sums of P times derivatives, like `sums`; None without means of rows.
     """
 
     call: Call
@@ -78,6 +80,7 @@ class OnlineSoftmax:
     maxima: Accumulator
     sums: Accumulator
     factors: Accumulator
+    moments: Accumulator | None
 
     @classmethod
     def start(
@@ -85,12 +88,15 @@ class OnlineSoftmax:
     ) -> "OnlineSoftmax":
         """Returns the softmax with its registers."""
         maxima, sums, factors = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
-        return cls(call, shared, lane, ring, products, maxima, sums, factors)
+        moments = cute.make_rmem_tensor((2,), Float32) if call.spec.has_row_means else None
+        return cls(call, shared, lane, ring, products, maxima, sums, factors, moments)
 
     def clear(self) -> None:
         """Forgets all keys, before the first key tile of a tile of queries."""
         self.maxima.fill(softmax.NEVER)
         self.sums.fill(0.0)
+        if self.moments is not None:
+            self.moments.fill(0.0)
 
     def first_tile(self, index: Int32, rows: ScoreRows, is_edge: Boolean | None) -> None:
         """Turns the scores of the first key tile into P, by the usual softmax. There is no output to rescale.
@@ -102,7 +108,7 @@ class OnlineSoftmax:
         """
         weights = self._weights(index, rows)
         self._hide(weights, rows, is_edge)
-        self._raise_maxima()
+        self._raise_maxima(weights)
         self.products.round_probabilities(weights)
 
     def masked_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
@@ -116,7 +122,7 @@ class OnlineSoftmax:
         weights = self._weights(index, rows)
         self.ring.consumer_release(stage)
         self._hide(weights, rows)
-        grown = self._raise_maxima()
+        grown = self._raise_maxima(weights)
         warpgroup.wait_group(0)
         self.products.round_probabilities(weights)
         self.products.rescale_out(self.factors, grown)
@@ -131,6 +137,7 @@ class OnlineSoftmax:
         """
         weights = self._weights(index, rows)
         sums, failed = self._attempt(weights)
+        moments = self._moments(weights, sums)
         late = self.call.config.pv_wait_after_exp
 
         def wait() -> None:
@@ -139,13 +146,13 @@ class OnlineSoftmax:
             self.products.round_probabilities(weights)
 
         def repair() -> None:
-            self._repair(stage, weights, sums)
+            self._repair(stage, weights, sums, moments)
             if not late:
                 self.products.round_probabilities(weights.anew())
 
         if not late:
             wait()
-        cutlass.if_generate(failed, repair, lambda: self._commit(stage, sums))
+        cutlass.if_generate(failed, repair, lambda: self._commit(stage, sums, moments))
         if late:
             wait()
         self.products.rescale_out(self.factors, failed)
@@ -177,7 +184,7 @@ class OnlineSoftmax:
         grown[0] = Int32(0)
 
         def see() -> None:
-            grown[0] = ptx.where(self._raise_to(found), Int32(1), Int32(0))
+            grown[0] = ptx.where(self._raise_to(weights, found), Int32(1), Int32(0))
 
         # If a mask is written as a bias, most of these tiles are hidden to all rows. Their logits of -inf become
         # probabilities of 0 when they are rounded. A NaN among them is seen: it reaches the sums.
@@ -206,15 +213,15 @@ class OnlineSoftmax:
         else:
             cutlass.if_generate(is_edge, hide)
 
-    def _raise_maxima(self) -> Boolean:
+    def _raise_maxima(self, weights: Weights) -> Boolean:
         """Turns scores into probabilities relative to the running maxima, which it raises first, in place.
 
         Returns:
             whether the warp has to rescale its output by `factors`.
         """
-        return self._raise_to(softmax.row_maxima(self.products.scores, *self._blocks))
+        return self._raise_to(weights, softmax.row_maxima(self.products.scores, *self._blocks))
 
-    def _raise_to(self, found: list[Float32]) -> Boolean:
+    def _raise_to(self, weights: Weights, found: list[Float32]) -> Boolean:
         """Turns scores into probabilities as `_raise_maxima` does, given the maxima of the scores."""
         factor, scores = self.call.score.unit, self.products.scores
         shifts, grown = [], Boolean(False)
@@ -235,7 +242,15 @@ class OnlineSoftmax:
         sums = softmax.exponentials(scores, *self._blocks, factor, [score.shift(x) for x in shifts], score.rounds)
         for i, total in enumerate(sums):
             self.sums[i] = ptx.fma(self.sums[i], self.factors[i], total)
+        for i, moment in enumerate(self._moments(weights, sums)):
+            self.moments[i] = ptx.fma(self.moments[i], self.factors[i], moment)
         return cute.arch.vote_any_sync(grown)
+
+    def _moments(self, weights: Weights, sums: list[Float32]) -> list[Float32]:
+        """Returns the sums of P times derivatives of a tile, given the sums of P; none without means of rows."""
+        if self.moments is None:
+            return []
+        return row_moments(weights.score, weights.tile, self.products.scores, sums)
 
     # The methods below compute the optimistic softmax.
 
@@ -259,22 +274,24 @@ class OnlineSoftmax:
                 holds = Boolean(holds & (total < largest))
         return sums, cute.arch.vote_any_sync(Boolean(holds == Boolean(False)))
 
-    def _commit(self, stage: Int32, sums: list[Float32]) -> None:
+    def _commit(self, stage: Int32, sums: list[Float32], moments: list[Float32]) -> None:
         """Adds the sums of a full tile whose assumption was right."""
         self.ring.consumer_release(stage)
         for i, total in enumerate(sums):
             self.sums[i] = self.sums[i] + total
+        for i, moment in enumerate(moments):
+            self.moments[i] = self.moments[i] + moment
 
-    def _repair(self, stage: Int32, weights: Weights, sums: list[Float32]) -> None:
+    def _repair(self, stage: Int32, weights: Weights, sums: list[Float32], moments: list[Float32]) -> None:
         """Turns the scores of a full tile into P where the assumption was wrong, given its sums."""
         if not self._limits_growth:
             self._recompute(stage, weights)
             return
         small = Boolean((sums[0] < Float32(_RESCALABLE)) & (sums[1] < Float32(_RESCALABLE)))
         lost = cute.arch.vote_any_sync(Boolean(small == Boolean(False)))
-        cutlass.if_generate(lost, lambda: self._recompute(stage, weights), lambda: self._raise_late(stage, sums))
+        cutlass.if_generate(lost, lambda: self._recompute(stage, weights), lambda: self._raise_late(stage, sums, moments))
 
-    def _raise_late(self, stage: Int32, sums: list[Float32]) -> None:
+    def _raise_late(self, stage: Int32, sums: list[Float32], moments: list[Float32]) -> None:
         """Raises the maxima of rows by the logarithm of their greatest P, and rescales P, given its sums."""
         self.ring.consumer_release(stage)
         scores, unit = self.products.scores, self.call.score.unit
@@ -284,6 +301,8 @@ class OnlineSoftmax:
             new = old + ptx.log2(ptx.maximum(greatest, Float32(1.0))) * ptx.reciprocal(unit)
             self.maxima[i], self.factors[i] = new, ptx.exp2((old - new) * unit)
             self.sums[i] = (self.sums[i] + sums[i]) * self.factors[i]
+        for i, moment in enumerate(moments):
+            self.moments[i] = (self.moments[i] + moment) * self.factors[i]
         factors = [self.factors[i] for i in range(2)]
         for i in range(cute.size(scores)):
             scores[i] = scores[i] * factors[accumulator_row(0, i % 4)]
@@ -305,7 +324,7 @@ class OnlineSoftmax:
             self.products.key_bias.add(self.products.scores, stage)
         self.ring.consumer_release(stage)
         weights.full()
-        self._raise_maxima()
+        self._raise_maxima(weights)
 
     @property
     def _limits_growth(self) -> bool:

@@ -17,6 +17,7 @@ from jax_fastattn.kernels.device import copies, ptx, warp_scores, wgmma
 from jax_fastattn.kernels.device.layout import accumulator_lane
 from jax_fastattn.kernels.device.products import result_words
 from jax_fastattn.kernels.device.row_store import RowStore, strided
+from jax_fastattn.kernels.features.places import ScoreTile
 from jax_fastattn.kernels.features.visible.edge import Edge
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.score import Score
@@ -27,7 +28,7 @@ from jax_fastattn.kernels.sm90.backward.key_schedule import KeyTile, QueryHead
 from jax_fastattn.kernels.sm90.backward.mask import QueryMask, read_lane
 from jax_fastattn.kernels.sm90.backward.shared import BackwardShared
 from jax_fastattn.kernels.sums.head_sums import head_sums
-from jax_fastattn.kernels.sums.sums import HeadSums, LaneKeys
+from jax_fastattn.kernels.sums.sums import HeadSums, LaneKeys, SummedTile
 from jax_fastattn.kernels.sums.units import over_ds
 from jax_fastattn.kernels.visits.visit import Edges, Phase
 
@@ -174,12 +175,20 @@ class DkdvDqConsumer:
         else:
             products.start_dropped_dp(stage, marked)
         products.add_dv(stage)
+        sums = self._sums_of(head, at, stage)
         warpgroup.wait_group(1)
-        dscores = products.dscores(weights, self.sums, marked=score.marks)
+        dscores = products.dscores(weights, sums, marked=score.marks)
         products.add_dk(stage)
         self._wait_for_room()
         self._give_dscores(dscores)
         self._leave(stage)
+
+    def _sums_of(self, head: QueryHead, at: ScoreTile, stage: Int32) -> tuple[HeadSums, ...]:
+        """Returns the sums for the scores of a tile of queries."""
+        if not self.spec.has_row_means:
+            return self.sums
+        means = self.shared.means(stage) + 16 * self.mask.column
+        return tuple(kind.at_tile(SummedTile(head.score, at, means)) for kind in self.sums)
 
     def _edge(self, head: QueryHead, index: Int32, stage: Int32, edges: Edges | None) -> Edge | None:
         """Returns what is hidden in a tile of queries; None if it is full."""

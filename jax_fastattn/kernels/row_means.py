@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The jax_fastattn authors
+# SPDX-License-Identifier: Apache-2.0
+"""The calls whose forward pass stores a mean derivative for each row, with which the main backward kernel sums.
+
+The gradient of a head's number is the sum of dS times the derivative d of its score. A row of dS adds up to 0, except
+for the roundings of the output that delta is made of: these count as many times as d is large. With the row's mean of d
+under P taken off they count as little as d differs in the row. Any other number there gives the same sum up to
+roundings, so that the XLA path stores zeros. Pure Python, no import of the DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.programs import analysis
+from jax_fastattn.programs.code import Code, places
+from jax_fastattn.spec import AttentionSpec
+
+# A row of dS adds up to another number with these operands, or kernels sum another way.
+_WITHOUT = frozenset(("bias", "sinks", "sequences", "dropout"))
+
+# Up to this head dim one kernel computes dk, dv and dq.
+_MAX_HEAD_DIM = 128
+
+
+def mean_plane(spec: AttentionSpec, dtype: str, moved: Collection[str]) -> int | None:
+    """Returns `AttentionSpec.mean_plane` of a call whose operands in `moved` are differentiated.
+
+    It is the one plane that is differentiated, if it has numbers of heads and scores are a product plus terms.
+    """
+    program, present = spec.score_mod, {*spec.present}
+    if not isinstance(program, Code) or analysis.terms(program) is None or not _WITHOUT.isdisjoint(present):
+        return None
+    if spec.logits_soft_cap is not None or spec.is_part or spec.ring is not None or spec.implementation == "xla":
+        return None
+    wanted = [(i, place) for i, place in enumerate(places((program,))[0]) if place.operand in moved]
+    if dtype not in ("bfloat16", "float16") or len(wanted) != 1 or wanted[0][1].plane.kind != "head":
+        return None
+    plane = wanted[0][0]
+    return plane if analysis.is_tame(program, program.results[2 + plane : 3 + plane]) else None
+
+
+def with_means(kernel: KernelSpec, plane: int | None) -> KernelSpec:
+    """Returns the compile key of a pass of a call whose spec has a `mean_plane`: with the means if its kernels do."""
+    has_kernels = kernel.family == "sm90" and kernel.products == "native" and not kernel.dlse
+    has_kernels = has_kernels and max(kernel.head_dim, kernel.v_head_dim) <= _MAX_HEAD_DIM
+    is_summed = plane is not None and (kernel.op == "forward" or (kernel.op == "backward" and kernel.dplane == plane))
+    return replace(kernel, dplane=None, mean_plane=plane) if has_kernels and is_summed else kernel
