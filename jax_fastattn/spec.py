@@ -171,8 +171,8 @@ class AttentionSpec:
         mask_mod: which pairs count, besides all other conditions; None is all.
         kept: for each prepass whose lists are operands, the `PrepassConfig` with the tiles, the scalars of
             `visits.lists.Planes`, and the names of these operands. A call with other tiles or sizes ignores them.
-        mean_plane: the plane of `score_mod` by whose numbers the forward pass returns a mean derivative for each row, of
-            a call whose gradient is taken; None for none. See `kernels/row_means.py`.
+        mean_plane: the plane of `score_mod` for whose gradient the forward pass returns the mean key of each row; None
+            for none. See `kernels/row_means.py`.
     """
 
     scale: float

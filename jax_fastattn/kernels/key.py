@@ -17,6 +17,7 @@ from jax_fastattn.kernels.bias_shapes import BiasDtype, BiasKind
 from jax_fastattn.kernels.codes import Code, Cost
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.plan import BoundsKind
+from jax_fastattn.programs import analysis
 
 # How kernels multiply operands.
 Products = Literal["native", "bf16x3", "half"]
@@ -67,8 +68,8 @@ class KernelSpec:
         splits_dbias: whether the gradient of a matrix has parts, which the caller adds up.
         moved: of a tangent, which of query, key and value have one.
         dplane: the plane of the score function whose gradient a kernel of its own computes; None for none.
-        mean_plane: the plane of the score function by which the forward pass stores a mean derivative for each row, and
-            with whose means the kernel that computes dk sums its gradient; None for none.
+        mean_plane: the plane of the score function for which the forward pass stores the mean key of each row, and
+            whose gradient the kernel that computes dk sums with these; None for none.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -160,6 +161,15 @@ class KernelSpec:
     def has_row_means(self) -> bool:
         """Whether there are means of rows, see `mean_plane`."""
         return self.mean_plane is not None
+
+    @property
+    def mean_slope(self) -> float:
+        """How much the derivative of a score by a number of `mean_plane` grows from key to key."""
+        parts = codes.score_parts(self.features)
+        assert parts is not None and self.mean_plane is not None
+        slope = analysis.key_slope(parts.code, parts.code.results[2 + self.mean_plane])
+        assert slope is not None
+        return slope
 
     @property
     def summed_plane(self) -> int | None:

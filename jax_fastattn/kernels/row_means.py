@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The calls whose forward pass stores a mean derivative for each row, with which the main backward kernel sums.
+"""The calls whose forward pass stores the mean key of each row, with which the main backward kernel sums a gradient.
 
-The gradient of a head's number is the sum of dS times the derivative d of its score. A row of dS adds up to 0, except
-for the roundings of the output that delta is made of: these count as many times as d is large. With the row's mean of d
-under P taken off they count as little as d differs in the row. Any other number there gives the same sum up to
-roundings, so that the XLA path stores zeros. Pure Python, no import of the DSL.
+The gradient of a head's number is the sum of dS times the derivative of its score, d = slope key + what depends on the
+query. A row of dS adds up to 0, except for the roundings of the output that delta is made of, which count as many times
+as d is large. So a row's mean is taken off, and only slope (key - mean key) is left, where they count as little as keys
+with weights differ. Any other number in the place of the mean gives the same sum up to roundings: the XLA path stores
+zeros. Pure Python, no import of the DSL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _MAX_HEAD_DIM = 128
 def mean_plane(spec: AttentionSpec, dtype: str, moved: Collection[str]) -> int | None:
     """Returns `AttentionSpec.mean_plane` of a call whose operands in `moved` are differentiated.
 
-    It is the one plane that is differentiated, if it has numbers of heads and scores are a product plus terms.
+    It is the one plane that is differentiated, if it has numbers of heads, scores are a product plus terms, and the
+    derivative is linear in the key.
     """
     program, present = spec.score_mod, {*spec.present}
     if not isinstance(program, Code) or analysis.terms(program) is None or not _WITHOUT.isdisjoint(present):
@@ -39,7 +41,7 @@ def mean_plane(spec: AttentionSpec, dtype: str, moved: Collection[str]) -> int |
     if dtype not in ("bfloat16", "float16") or len(wanted) != 1 or wanted[0][1].plane.kind != "head":
         return None
     plane = wanted[0][0]
-    return plane if analysis.is_tame(program, program.results[2 + plane : 3 + plane]) else None
+    return None if analysis.key_slope(program, program.results[2 + plane]) is None else plane
 
 
 def with_means(kernel: KernelSpec, plane: int | None) -> KernelSpec:

@@ -152,6 +152,29 @@ def is_number(code: Code, i: int) -> bool:
     return op == "const" and math.isfinite(x := parsed(code.dtypes[i], operands[0])) and x != 0
 
 
+def key_slope(code: Code, i: int) -> float | None:
+    """Returns by how much a value grows from key to key, if that is a known number, else None."""
+    op, *operands = code.instructions[i]
+    if {"key", "score"}.isdisjoint(depends(code)[i]):
+        return 0.0
+    if op == "affine":
+        return float(operands[1])
+    if op in ("to_float", "stop_gradient", "neg"):
+        slope = key_slope(code, operands[0])
+        return slope if slope is None or op != "neg" else -slope
+    if op in ("add", "sub"):
+        slopes = [key_slope(code, x) for x in operands]
+        return None if None in slopes else slopes[0] + slopes[1] * (1 if op == "add" else -1)
+    if op not in ("mul", "div") or code.dtypes[i] != "f":
+        return None
+    x, y = operands if op == "div" or is_number(code, operands[1]) else operands[::-1]
+    slope = key_slope(code, x) if is_number(code, y) else None
+    if slope is None:
+        return None
+    number = parsed("f", code.instructions[y][1])
+    return slope * number if op == "mul" else slope / number
+
+
 def may_hide(code: Code) -> bool:
     """Returns whether a new score may be -inf. A factor that is a number of a head counts as finite."""
     return not is_tame(code, code.results[:1]) or _adds_plane(code, code.results[0])

@@ -76,7 +76,7 @@ class Buffers(NamedTuple):
         added: a named tuple with the operands that features add, such as sinks `[b, N]`; None if there are none.
         out: `[B, T, N, D]`; in a backward pass and for tangents from the forward pass, as is `lse`.
         lse: `[B, T, N]`.
-        row_means: `[B, T, N]`, the mean derivative of the scores of a row, see `KernelSpec.mean_plane`.
+        row_means: `[B, T, N]`, the mean key of each row, see `KernelSpec.mean_plane`.
         query_tangent, key_tangent, value_tangent: in the shapes of their operands, of those that move.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.

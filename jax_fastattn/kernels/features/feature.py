@@ -116,14 +116,6 @@ class Feature:
         """Returns the derivative of what `logit` makes by a number of the plane whose gradient is summed."""
         raise NotImplementedError
 
-    def derivative(self, at: Element) -> Any:
-        """Returns `partial` of a term, which depends on no score, in any form of `program/forms.py`."""
-        raise NotImplementedError
-
-    def has_linear_derivative(self) -> bool:
-        """Returns whether that is linear in query and key."""
-        raise NotImplementedError
-
     def has_wild_slopes(self) -> bool:
         """Returns whether a slope of `logit` may be no number where P is 0; without this hook none is."""
         raise NotImplementedError

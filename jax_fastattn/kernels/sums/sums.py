@@ -8,7 +8,6 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.features.places import ScoreTile
-from jax_fastattn.kernels.score import Score
 
 Part = TypeVar("Part", contravariant=True)
 Place = TypeVar("Place", contravariant=True)
@@ -67,13 +66,11 @@ class SummedTile(NamedTuple):
     """A tile of scores whose dS is added.
 
     Attributes:
-        score: maps products to probabilities of the query head.
         scores: where the lane's scores lie; rows are keys.
-        means: address of the mean of the lane's first query in shared memory; a query has 16 bytes. See
+        means: address of the mean key of the lane's first query in shared memory; a query has 16 bytes. See
             `KernelSpec.mean_plane`.
     """
 
-    score: Score
     scores: ScoreTile
     means: Int32
 

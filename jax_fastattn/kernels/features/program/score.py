@@ -22,9 +22,6 @@ from jax_fastattn.programs import analysis
 # it, which makes P 0 wherever it is evaluated. Other rows subtract a log-sum-exp that is NaN if one of its scores is.
 _MOST = 1e30
 
-# What these make of one position is linear in it.
-_LINEAR = frozenset(("affine", "to_float", "const", "neg", "mul", "div"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Program(Evaluated):
@@ -64,7 +61,7 @@ class _Program(Evaluated):
             finite_score=finite_score,
             packed=spec.packed,
             bounds_logits=bounds,
-            summed=spec.summed_plane,
+            summed=spec.dplane,
         )
 
     @property
@@ -148,18 +145,6 @@ class TermProgram(_Program):
         if isinstance(x, Line):
             return register("f", Line(x.base - less, x.slope, x.step))
         return register("f", add(x, -less))
-
-    def derivative(self, at: Element) -> Any:
-        """Returns the derivative by a number of the summed plane in any form."""
-        assert self.summed is not None
-        return self.values.value(self.parts.code.results[2 + self.summed], at, None)
-
-    def has_linear_derivative(self) -> bool:
-        """Returns whether the derivative is a known number times a position."""
-        assert self.summed is not None
-        code = self.parts.code
-        needed = code.needed(code.results[2 + self.summed : 3 + self.summed])
-        return all(code.instructions[i][0] in _LINEAR for i in needed)
 
     def logit(self, x: Logit, at: Element) -> Logit:
         """Returns the logit with the term."""

@@ -45,8 +45,8 @@ def split_bf16x3(x: Float32, mean: Float32 | None = None) -> list[Int32]:
 
     Args:
         x: the number.
-        mean: the mean of a row, which is rounded to the sixth bfloat16. The product with zeros drops it, and consumers
-            load it and the zero before it as a float32.
+        mean: the mean key of a row, which follows as a float32 whose both halves are finite as bfloat16. The product
+            drops it, since it is times zeros there; consumers load it.
     """
     parts, words = [], Native("bfloat16")
     for _ in range(3):
@@ -54,5 +54,5 @@ def split_bf16x3(x: Float32, mean: Float32 | None = None) -> list[Int32]:
         # Nothing is left of an infinity.
         x = ptx.where(cutlass.max(part, -part) < Float32(float("inf")), x - part, Float32(0.0))
         parts.append(part)
-    third = Int32(0) if mean is None else words.pair(Float32(0.0), mean)
+    third = Int32(0) if mean is None else ptx.bits(mean) & ~0x80
     return [words.pair(parts[0], parts[1]), words.pair(parts[2], Float32(0.0)), third, Int32(0)]

@@ -84,7 +84,7 @@ class _Row:
         index: index of the row within its sequence.
         end: rows from this one on are padding, and have the numbers of another row.
         read: its numbers.
-        mean: its mean derivative; None if no kernel takes it.
+        mean: its mean key; None if no kernel takes it.
     """
 
     index: Int32

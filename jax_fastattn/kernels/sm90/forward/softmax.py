@@ -69,7 +69,7 @@ class OnlineSoftmax:
         maxima: running maxima of the lane's two rows, in units of scores.
         sums: the lane's running sums of its two rows, relative to the maxima.
         factors: factors by which raised maxima change the output, one for each row.
-        moments: the lane's running sums of P times derivatives, like `sums`; None without means of rows.
+        moments: the lane's running sums of P times keys, like `sums`; None without means of rows.
     """
 
     call: Call
@@ -247,10 +247,10 @@ class OnlineSoftmax:
         return cute.arch.vote_any_sync(grown)
 
     def _moments(self, weights: Weights, sums: list[Float32]) -> list[Float32]:
-        """Returns the sums of P times derivatives of a tile, given the sums of P; none without means of rows."""
+        """Returns the sums of P times keys of a tile, given the sums of P; none without means of rows."""
         if self.moments is None:
             return []
-        return row_moments(weights.score, weights.tile, self.products.scores, sums)
+        return row_moments(weights.tile, self.products.scores, sums)
 
     # The methods below compute the optimistic softmax.
 

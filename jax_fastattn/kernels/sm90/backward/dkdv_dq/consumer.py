@@ -175,7 +175,7 @@ class DkdvDqConsumer:
         else:
             products.start_dropped_dp(stage, marked)
         products.add_dv(stage)
-        sums = self._sums_of(head, at, stage)
+        sums = self._sums_of(at, stage)
         warpgroup.wait_group(1)
         dscores = products.dscores(weights, sums, marked=score.marks)
         products.add_dk(stage)
@@ -183,12 +183,12 @@ class DkdvDqConsumer:
         self._give_dscores(dscores)
         self._leave(stage)
 
-    def _sums_of(self, head: QueryHead, at: ScoreTile, stage: Int32) -> tuple[HeadSums, ...]:
+    def _sums_of(self, at: ScoreTile, stage: Int32) -> tuple[HeadSums, ...]:
         """Returns the sums for the scores of a tile of queries."""
         if not self.spec.has_row_means:
             return self.sums
         means = self.shared.means(stage) + 16 * self.mask.column
-        return tuple(kind.at_tile(SummedTile(head.score, at, means)) for kind in self.sums)
+        return tuple(kind.at_tile(SummedTile(at, means)) for kind in self.sums)
 
     def _edge(self, head: QueryHead, index: Int32, stage: Int32, edges: Edges | None) -> Edge | None:
         """Returns what is hidden in a tile of queries; None if it is full."""
