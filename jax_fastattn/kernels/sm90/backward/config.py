@@ -312,8 +312,9 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     # Masks of 128 queries, which wait for the exponentials, would spill 208 bytes.
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes and not spec.drops:
         return replace(config, queries=128)
-    # Slopes of a function of logits wait in registers; over head dim 96, with the registers of ones, some would spill.
-    config = replace(config, shared_ones=not spec.folds_lse and largest > 96)
+    # Slopes of a function of logits wait in registers, as do sums with means of rows; over head dim 96, with the
+    # registers of ones, some would spill.
+    config = replace(config, shared_ones=(not spec.folds_lse or spec.has_row_means) and largest > 96)
     if not spec.cost.score_nbytes:
         return config
     return _with_most_stages(spec, replace(config, holds_offset=_has_register(spec)))

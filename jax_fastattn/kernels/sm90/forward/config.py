@@ -247,7 +247,9 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         if spec.drops and cost.registers == codes.DROPOUT.registers:
             q_in_regs = min(q_in_regs, 7)
         elif cost.registers >= codes.TERM_REGISTERS:
-            q_in_regs, late = (0 if cost.registers >= codes.READING_REGISTERS else 6), False
+            # So do means of rows.
+            fewer = 5 if spec.has_row_means else 6
+            q_in_regs, late = (0 if cost.registers >= codes.READING_REGISTERS else fewer), False
         elif cost.registers:
             q_in_regs -= 1
         return (ForwardConfig(2, 128, 6, ping_pong=True, persistent=True, q_in_regs=q_in_regs, pv_wait_after_exp=late),)
