@@ -44,7 +44,7 @@ attend_p, forward_p = attend_op.primitive, attend_op.share
 def forward(spec: AttentionSpec, arrays: Sequence[jax.Array], mapped: Sequence[bool] = ()) -> list[jax.Array]:
     """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` of the operands that are present.
 
-    With `AttentionSpec.mean_plane` the means of rows `[B, T, N]` follow.
+    With `AttentionSpec.mean_plane` the mean keys of rows `[B, T, N]` follow.
     """
     return attend_op.bind(*arrays, spec=spec, mapped=tuple(mapped) or (False,) * len(arrays))
 

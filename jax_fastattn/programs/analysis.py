@@ -163,8 +163,8 @@ def key_slope(code: Code, i: int) -> float | None:
         slope = key_slope(code, operands[0])
         return slope if slope is None or op != "neg" else -slope
     if op in ("add", "sub"):
-        slopes = [key_slope(code, x) for x in operands]
-        return None if None in slopes else slopes[0] + slopes[1] * (1 if op == "add" else -1)
+        slopes = [x for x in (key_slope(code, y) for y in operands) if x is not None]
+        return None if len(slopes) < 2 else slopes[0] + slopes[1] * (1 if op == "add" else -1)
     if op not in ("mul", "div") or code.dtypes[i] != "f":
         return None
     x, y = operands if op == "div" or is_number(code, operands[1]) else operands[::-1]

@@ -10,7 +10,7 @@ keys: the same bits in every run.
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
@@ -97,6 +97,6 @@ class PlaneSums:
     def store(self, place: LaneKeys) -> None:
         """Stores the sums of a query head to `dkey_bias`."""
         sums = self.keys.sums
-        sums[0] = sums[0] * self.slope
-        sums[1] = sums[1] * (8.0 * self.slope)
+        for i, factor in enumerate((self.slope, 8.0 * self.slope)):
+            sums[i] = Float32(sums[i]) * factor
         self.keys.store(place)

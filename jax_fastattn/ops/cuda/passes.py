@@ -73,7 +73,7 @@ def for_kernels(operands: Operands) -> Operands:
 def forward(
     spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None, kept: Sequence[TileLists] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`; of a call with a `mean_plane` means `[B, T, N]`.
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`, and with a `mean_plane` mean keys.
 
     They come from one custom call. A mask or segment ids take another one before it, the prepass, unless lists for the
     kernel's tiles are kept.

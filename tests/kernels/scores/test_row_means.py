@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of head numbers by the main backward kernel, with means of rows from the forward kernel; emulated."""
+"""The gradient of head numbers by the main backward kernel, with mean keys from the forward kernel; emulated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,44 +16,46 @@ import emulated_ops
 import jax
 import jax.numpy as jnp
 import numpy as np
-from test_score_mods import _promotion, reference  # noqa: F401 (a fixture)
+from test_score_mods import reference
 
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels.row_means import mean_plane
 from jax_fastattn.ops.cuda import passes as cuda
-from jax_fastattn.ops.cuda.launch import launch_p
 from jax_fastattn.spec import QKV
 
-B, K = 2, 1
+# Some heads attend to the nearest keys, others to the furthest ones.
+SLOPES = jnp.asarray([-0.2, 0.3, 0.05, -0.01], jnp.float32)
 
-# Some heads attend to the nearest keys, others to the furthest, some to all.
-SLOPES = jnp.asarray([0.3, -0.2, 0.05, -0.01], jnp.float32)
-
-# By name: head dim, queries, keys, query heads, and other arguments.
+# By name: head dim, queries, keys, query heads of the one key/value head, and other arguments.
 CALLS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
+    "d64": (64, 70, 130, 1, {}),
     "d64-causal": (64, 140, 140, 2, {"is_causal": True}),
-    "d128-causal": (128, 70, 140, 2, {"is_causal": True, "query_offset": jnp.array([70, 60])}),
+    "d128-causal": (128, 70, 140, 2, {"is_causal": True, "query_offset": jnp.array([70])}),
     "d96-window-lengths": (
         96,
         150,
         170,
         4,
-        {"local_window_size": (90, 30), "key_value_seq_lengths": jnp.array([170, 31])},
+        {"local_window_size": (90, 30), "key_value_seq_lengths": jnp.array([131])},
     ),
-    "d64-ids": (
-        64,
-        150,
-        170,
-        2,
-        {"segment_ids": tuple(jnp.arange(n)[None].repeat(B, 0) // 60 for n in (150, 170))},
-    ),
+    "d64-ids": (64, 150, 170, 2, {"segment_ids": tuple(jnp.arange(n)[None] // 60 for n in (150, 170))}),
     "d64-float16": (64, 70, 140, 2, {"dtype": jnp.float16}),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.fixture(autouse=True)
+def _promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "d64" else pytest.mark.slow) for x in CALLS])
 def test_gradients_of_slopes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means are those of the reference, gradients are within 1 % of float32, and no kernel of sums runs."""
+    """Within 1 % of float32, without a kernel of sums.
+
+    Values have a mean, which makes delta's error as large as it is after 2,000 keys; the slopes' gradients would have
+    an error of up to 20 %.
+    """
     head_dim, queries, keys, heads, options = CALLS[name]
     kernels = []
 
@@ -60,30 +63,31 @@ def test_gradients_of_slopes(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         kernels.append(kernel)
         return emulated_ops.bind(*operands, kernel=kernel, **params)
 
-    emulated_ops.emulate(monkeypatch)
-    monkeypatch.setattr(launch_p, "bind", bind)
+    emulated_ops.emulate(monkeypatch, bind=bind)
     random, options = np.random.default_rng(0), dict(options)
     dtype = options.pop("dtype", jnp.bfloat16)
-    shapes = ((B, queries, heads, head_dim), (B, keys, K, head_dim), (B, keys, K, head_dim), (B, queries, heads, head_dim))
-    *arrays, dout = (jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
-    spec, operands = canonicalize(*arrays, score_mod=lambda s, b, h, q, k: s - SLOPES[h] * (q - k), **options)
-    plane = mean_plane(spec, str(operands.query.dtype), ["head_numbers"])
+    shapes = [(1, queries, heads, head_dim), *[(1, keys, 1, head_dim)] * 2, (1, queries, heads, head_dim)]
+    query, key, value, dout = (random.standard_normal(shape) for shape in shapes)
+    *arrays, dout = (jnp.asarray(x, dtype) for x in (query, key, value + 4.0, dout))
+    plain, operands = canonicalize(*arrays, score_mod=lambda s, b, h, q, k: s - SLOPES[h] * (q - k), **options)
+    plane = mean_plane(plain, str(operands.query.dtype), ["head_numbers"])
     assert plane == 0
-    spec = replace(spec, mean_plane=plane)
+    spec = replace(plain, mean_plane=plane)
     out, lse, means = cuda.forward(spec, operands)
-    taken = operands._replace(row_means=means)
-    wanted = [*QKV, "head_numbers"]
+    taken, wanted = operands._replace(row_means=means), [*QKV, "head_numbers"]
     found = cuda.backward(replace(spec, present=taken.present()), taken, out, lse, dout, None, wanted)
-    plain = replace(spec, mean_plane=None)
-    (_, wanted_lse), gradients = reference(plain, operands, wanted, dout)
-
-    positions = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.float32)[None, :, None, None], (B, keys, K, 8))
-    (mean_keys, _), _ = reference(plain, operands._replace(value=positions), ["query"], jnp.zeros((B, queries, heads, 8)))
-    live = np.isfinite(np.asarray(wanted_lse))
+    (_, expected_lse), gradients = reference(plain, operands, wanted, dout)
+    positions = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.float32)[None, :, None, None], (1, keys, 1, 8))
+    no_cotangent = jnp.zeros((1, queries, heads, 8))
+    (mean_keys, _), _ = reference(plain, operands._replace(value=positions), ["query"], no_cotangent)
+    live = np.isfinite(np.asarray(expected_lse))
     np.testing.assert_allclose(np.asarray(means)[live], np.asarray(mean_keys)[..., 0][live], atol=0.6)
     assert not np.asarray(means)[~live].any()
-    for name, expected in zip(wanted, gradients, strict=True):
-        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (getattr(found, name), expected))
-        tolerance = 0.01 if name == "head_numbers" else 2**-6
-        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max(), err_msg=name)
-    assert all(kernel.has_row_means and not kernel.sums_rows for kernel in kernels if kernel.op != "prepass")
+    for operand, gradient in zip(wanted, gradients, strict=True):
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (getattr(found, operand), gradient))
+        tolerance = 0.01 if operand == "head_numbers" else 2**-5
+        print(name, operand, np.abs(got - expected).max() / np.abs(expected).max())
+        np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max(), err_msg=operand)
+    passes = [kernel for kernel in kernels if kernel.op != "prepass"]
+    assert [kernel.op for kernel in passes] == ["forward", "backward"]
+    assert all(kernel.has_row_means and not kernel.sums_rows for kernel in passes)

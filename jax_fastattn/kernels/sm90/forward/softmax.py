@@ -8,7 +8,9 @@ rescales P. If P is infinite, it computes the scores of the tile again, by mma.s
 maximum gives the same result, and what the limits on the sums are for.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -80,7 +82,7 @@ class OnlineSoftmax:
     maxima: Accumulator
     sums: Accumulator
     factors: Accumulator
-    moments: Accumulator | None
+    moments: Any
 
     @classmethod
     def start(
@@ -289,7 +291,8 @@ class OnlineSoftmax:
             return
         small = Boolean((sums[0] < Float32(_RESCALABLE)) & (sums[1] < Float32(_RESCALABLE)))
         lost = cute.arch.vote_any_sync(Boolean(small == Boolean(False)))
-        cutlass.if_generate(lost, lambda: self._recompute(stage, weights), lambda: self._raise_late(stage, sums, moments))
+        rescale = functools.partial(self._raise_late, stage, sums, moments)
+        cutlass.if_generate(lost, lambda: self._recompute(stage, weights), rescale)
 
     def _raise_late(self, stage: Int32, sums: list[Float32], moments: list[Float32]) -> None:
         """Raises the maxima of rows by the logarithm of their greatest P, and rescales P, given its sums."""
