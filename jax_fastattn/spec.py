@@ -172,7 +172,7 @@ class AttentionSpec:
         kept: for each prepass whose lists are operands, the `PrepassConfig` with the tiles, the scalars of
             `visits.lists.Planes`, and the names of these operands. A call with other tiles or sizes ignores them.
         mean_plane: the plane of `score_mod` for whose gradient the forward pass returns the mean key of each row; None
-            for none. See `kernels/row_means.py`.
+            for none. See `sums/row_means.py`.
     """
 
     scale: float

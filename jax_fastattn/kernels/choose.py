@@ -15,7 +15,6 @@ from jax_fastattn.kernels.codes import Code
 from jax_fastattn.kernels.decode.config import BLOCK_ROWS, MAX_ROWS
 from jax_fastattn.kernels.decode.split import heads_side_by_side
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.row_means import with_means
 from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm80.forward import config as sm80
@@ -25,6 +24,7 @@ from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sm90.geometry import split_obstacle
 from jax_fastattn.kernels.sm90.tangent import config as sm90_tangent
+from jax_fastattn.kernels.sums.row_means import with_means
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
 from jax_fastattn.layouts.packed_masks import problem_by_rows

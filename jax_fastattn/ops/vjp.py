@@ -4,7 +4,7 @@
 
 The forward rule saves the operands, the output and the log-sum-exp (FlashAttention, algorithm 4), and returns a tangent
 that is linear in the tangents of operands. It also saves the means of rows if kernels sum with them, which are one more
-operand of the tangent (`kernels/row_means.py`). The backward rule transposes that tangent: it recomputes the
+operand of the tangent (`sums/row_means.py`). The backward rule transposes that tangent: it recomputes the
 probabilities from what was saved. JAX tells the forward rule which tangents are zero and the backward rule which
 cotangents are, so that only the gradients and cotangents that are needed are computed.
 
@@ -21,7 +21,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from jax_fastattn.kernels.row_means import mean_plane
+from jax_fastattn.kernels.sums.row_means import mean_plane
 from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient, note_gradient
 from jax_fastattn.ops.forward import attend_p, forward

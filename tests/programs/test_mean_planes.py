@@ -14,7 +14,7 @@ import pytest
 
 from jax_fastattn import attention
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.row_means import mean_plane
+from jax_fastattn.kernels.sums.row_means import mean_plane
 from jax_fastattn.programs import analysis
 
 SLOPES = jnp.array([0.3, -0.2])

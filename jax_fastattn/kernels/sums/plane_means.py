@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a head's number by the main backward kernel, and the mean keys of rows that it needs.
 
-`kernels/row_means.py` says why the gradient is a slope times the sum of dS (key - mean key). The forward kernel sums P
+`sums/row_means.py` says why the gradient is a slope times the sum of dS (key - mean key). The forward kernel sums P
 times the key of each row beside P. The backward kernel keeps two sums for the two keys of a lane, and XLA adds up the
 keys: the same bits in every run.
 """

@@ -19,7 +19,7 @@ import numpy as np
 from test_score_mods import reference
 
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.row_means import mean_plane
+from jax_fastattn.kernels.sums.row_means import mean_plane
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.spec import QKV
 

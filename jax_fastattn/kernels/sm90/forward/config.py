@@ -228,8 +228,9 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         return (replace(config, shares_bias=config.shares_bias and spec.matrix_bias),)
     if columns <= 64:
         if short:
-            # What is loaded for keys takes registers in a step of the product, and draws take all that Q may have.
-            q_in_regs = 0 if spec.drops else 3 if cost.key_nbytes else 4
+            # What is loaded for keys takes registers in a step of the product, as do means of rows, and draws take all
+            # that Q may have.
+            q_in_regs = 0 if spec.drops else 2 if spec.has_row_means else 3 if cost.key_nbytes else 4
             return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=q_in_regs),)
         if cost.registers >= codes.TERM_REGISTERS and not spec.drops:
             return (ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),)

@@ -57,7 +57,7 @@ class ForwardOutput:
         ).store(self.out, rows)
 
     def _store_means(self, tile: QueryTile, first_row: Int32) -> None:
-        """Stores the means of a tile of queries, see `kernels/row_means.py`."""
+        """Stores the means of a tile of queries, see `sums/row_means.py`."""
         buffers, heads, moments = self.call.buffers, self.call.scalars.num_heads, self.softmax.moments
         assert moments is not None
         for i in range(2):

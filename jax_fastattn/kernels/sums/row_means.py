@@ -26,16 +26,16 @@ _WITHOUT = frozenset(("bias", "sinks", "sequences", "dropout"))
 _MAX_HEAD_DIM = 128
 
 
-def mean_plane(spec: AttentionSpec, dtype: str, moved: Collection[str]) -> int | None:
+def mean_plane(call: AttentionSpec, dtype: str, moved: Collection[str]) -> int | None:
     """Returns `AttentionSpec.mean_plane` of a call whose operands in `moved` are differentiated.
 
     It is the one plane that is differentiated, if it has numbers of heads, scores are a product plus terms, and the
     derivative is linear in the key.
     """
-    program, present = spec.score_mod, {*spec.present}
+    program, present = call.score_mod, {*call.present}
     if not isinstance(program, Code) or analysis.terms(program) is None or not _WITHOUT.isdisjoint(present):
         return None
-    if spec.logits_soft_cap is not None or spec.is_part or spec.ring is not None or spec.implementation == "xla":
+    if call.logits_soft_cap is not None or call.is_part or call.ring is not None or call.implementation == "xla":
         return None
     wanted = [(i, place) for i, place in enumerate(places((program,))[0]) if place.operand in moved]
     if dtype not in ("bfloat16", "float16") or len(wanted) != 1 or wanted[0][1].plane.kind != "head":
