@@ -4,8 +4,8 @@
 
     python benchmarks/score_functions.py --output score-functions.json
 
-Each case has a call without a function, a call with it, and the same with the gradient of what it captures. Some have a
-built-in argument or a bias that says the same. Peers are the XLA path, that bias with the gradient of what it is made
+Each case has a call without a function, a call with it, and the same with the gradient of what it captures, whose
+forward pass saves what that gradient takes. Some have a built-in argument or a bias that says the same. Peers are the XLA path, that bias with the gradient of what it is made
 of, and FlexAttention (PyTorch on the same card). A record has milliseconds of output alone and of its gradients alone,
 and the speed of calls as shares of the speed without a function. Times are medians of the rounds, which run there and
 back. A peer that fails is its error.
@@ -130,6 +130,9 @@ def ours(case: Scored, options: Callable[[jax.Array], dict[str, Any]], *, differ
     def call(captured: jax.Array, *qkv: jax.Array) -> jax.Array:
         return jax_fastattn.attention(*qkv, is_causal=case.is_causal, **options(captured))
 
+    def saving(captured: jax.Array, *qkv: jax.Array) -> jax.Array:
+        return jax.vjp(call, captured, *qkv)[0]
+
     def pullback(captured: jax.Array, *qkv: jax.Array) -> Any:
         if differentiates:
             return jax.vjp(call, captured, *qkv)[1]
@@ -137,7 +140,7 @@ def ours(case: Scored, options: Callable[[jax.Array], dict[str, Any]], *, differ
 
     pull = jax.jit(pullback)(captured, *qkv)
     return {
-        "forward": functools.partial(jax.jit(call), captured, *qkv),
+        "forward": functools.partial(jax.jit(saving if differentiates else call), captured, *qkv),
         "backward": functools.partial(jax.jit(lambda pull, dout: pull(dout)), pull, dout),
     }
 

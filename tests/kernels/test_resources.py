@@ -299,6 +299,15 @@ def test_score_functions_of_packed_sequences_fit(name: str, family: str, arch: s
     _assert_fits(spec, kept_resources(spec), FUNCTION_LOCAL_BYTES.get((name, arch, op, head_dim), 0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_with_mean_keys_of_rows_spill_nothing(head_dim: int, op: str) -> None:
+    features = {**CAUSAL, "features": _functions("alibi", "sm90"), "mean_plane": 0}
+    spec = _spec("sm90", op, "sm_90a", (head_dim, head_dim), features)
+    _assert_fits(spec, kept_resources(spec), 0)
+
+
 @pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
 @pytest.mark.parametrize(("name", "head_dim", "rows"), [("alibi", 64, 64), ("rows", 64, 8), ("rows", 128, 64)])
 def test_score_functions_of_few_queries_fit(name: str, family: str, arch: str, head_dim: int, rows: int) -> None:
