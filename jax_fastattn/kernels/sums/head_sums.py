@@ -16,4 +16,4 @@ def head_sums(spec: KernelSpec, m_blocks: int, n_blocks: int) -> tuple[HeadSums,
     if not spec.dkey_bias:
         return ()
     sums = KeySums.start(m_blocks, n_blocks)
-    return (PlaneSums(sums, spec.mean_slope) if spec.has_row_means else sums,)
+    return (PlaneSums.start(sums, spec.mean_slope) if spec.has_row_means else sums,)

@@ -10,7 +10,7 @@ keys: the same bits in every run.
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 from jax_fastattn.kernels.device.mma import Accumulator
@@ -61,21 +61,29 @@ class PlaneSums:
     """The sums of dS (key - mean key) of a lane's two keys.
 
     Attributes:
-        keys: how sums are stored. One register has the sum as if both keys were the first one, the other one dS of the
-            second key.
+        keys: the sums of both keys, as if both were the first one, and how they are stored. The second key may lie past
+            the end, where dS may be anything: it joins no other sum.
+        second: the sum of dS of the second key, which is 8 keys further on.
         slope: the derivative of scores by the number is this times the key, plus what a row has in common.
         tile: where the scores of a tile lie, since `at_tile`; rows are keys.
         means: address of the mean key of the lane's first query of the tile, in shared memory.
     """
 
     keys: KeySums
+    second: cute.Tensor
     slope: float
     tile: ScoreTile | None = None
     means: Int32 | None = None
 
+    @classmethod
+    def start(cls, keys: KeySums, slope: float) -> "PlaneSums":
+        """Returns the sums with their registers."""
+        return cls(keys, cute.make_rmem_tensor((1,), Float32), slope)
+
     def clear(self) -> None:
         """Clears the sums for the next query head."""
         self.keys.clear()
+        self.second.fill(0.0)
 
     def at_tile(self, tile: SummedTile) -> "PlaneSums":
         """Returns the sums for the scores of a tile."""
@@ -84,11 +92,11 @@ class PlaneSums:
     def add(self, part: DscorePair) -> None:
         """Adds a pair."""
         assert self.tile is not None
-        first, sums = Float32(self.tile.row), self.keys.sums
+        first, sums, row = Float32(self.tile.row), self.keys.sums, part.pair % 2
         for e, value in enumerate(part.values):
-            sums[0] = ptx.fma(value, first - self._mean(self.tile.at(2 * part.pair + e)), sums[0])
-        if part.pair % 2:
-            sums[1] = sums[1] + (part.values[0] + part.values[1])
+            sums[row] = ptx.fma(value, first - self._mean(self.tile.at(2 * part.pair + e)), sums[row])
+        if row:
+            self.second[0] = self.second[0] + (part.values[0] + part.values[1])
 
     def _mean(self, at: Element) -> Float32:
         assert self.means is not None
@@ -97,6 +105,6 @@ class PlaneSums:
     def store(self, place: LaneKeys) -> None:
         """Stores the sums of a query head to `dkey_bias`."""
         sums = self.keys.sums
-        for i, factor in enumerate((self.slope, 8.0 * self.slope)):
-            sums[i] = Float32(sums[i]) * factor
+        for i, total in enumerate((sums[0], ptx.fma(Float32(8.0), self.second[0], sums[1]))):
+            sums[i] = Float32(total) * self.slope
         self.keys.store(place)
