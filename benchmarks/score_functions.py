@@ -5,10 +5,10 @@
     python benchmarks/score_functions.py --output score-functions.json
 
 Each case has a call without a function, a call with it, and the same with the gradient of what it captures, whose
-forward pass saves what that gradient takes. Some have a built-in argument or a bias that says the same. Peers are the XLA path, that bias with the gradient of what it is made
-of, and FlexAttention (PyTorch on the same card). A record has milliseconds of output alone and of its gradients alone,
-and the speed of calls as shares of the speed without a function. Times are medians of the rounds, which run there and
-back. A peer that fails is its error.
+forward pass saves what that gradient takes. Some have a built-in argument or a bias that says the same. Peers are the
+XLA path, that bias with the gradient of what it is made of, and FlexAttention (PyTorch on the same card). A record has
+milliseconds of output alone and of its gradients alone, and the speed of calls as shares of the speed without a
+function. Times are medians of the rounds, which run there and back. A peer that fails is its error.
 
 On an H200 FlexAttention asked for more shared memory than there is. By its sizes a backward pass at head dim 128 takes
 162 KB with three stages, and a captured float32 number of each pair of a tile takes 96 KB more in three stages (not
