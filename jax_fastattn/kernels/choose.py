@@ -326,7 +326,7 @@ def _features(problem: Problem, op: str, *, exact: bool) -> tuple[Code, ...]:
 
 
 def takes_terms(problem: Problem, *, dbias: bool) -> bool:
-    """Returns whether float32 takes products of terms: a bias's gradient may add up heads, whose powers of two differ."""
+    """Returns whether float32 takes products of terms: a bias's gradient adds up heads, whose powers differ."""
     return dbias or problem.spec.score_mod is not None
 
 
