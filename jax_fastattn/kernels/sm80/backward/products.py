@@ -47,7 +47,7 @@ class Products:
         self.crosses_as_factor = spec.product_dtype == "float16"
         self.memory = config.memory(*spec.row_columns)
         self.stores_numbers = spec.result_nbytes == 4
-        self.summed_tiles = SUMMED_QUERIES // config.queries if spec.terms > 1 else None
+        self.summed_tiles = SUMMED_QUERIES // config.queries if spec.terms > 1 else 0
         self.row_blocks = config.keys_per_warp // 16
         self.score_blocks = (self.row_blocks, config.part // (8 * config.column_warps))
         self.score_columns = 8 * self.score_blocks[1]
@@ -248,7 +248,7 @@ class Products:
         blocks, at = self.grad_blocks(which), state.at
         gradient.finish_rows(acc, blocks, at.warp_row + accumulator_lane(at.lane)[0], state.valid_rows, factor)
         if self.stores_numbers:
-            self.store_numbers(state, acc, which, add=self.summed_tiles is not None)
+            self.store_numbers(state, acc, which, add=self.summed_tiles > 0)
             return
         words = result_words(self.spec)
         corner = tile.offset(at.warp_row, words.columns(at.column_warp * (8 * blocks[1])))

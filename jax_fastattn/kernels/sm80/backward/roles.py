@@ -105,7 +105,7 @@ class QueryLoop:
         """Visits the query tiles of one head; returns the tiles visited so far, and up to when sums were emptied."""
         head = self.role.warp.head(member)
         self.role.warp.begin_head(head.score)
-        most = self.role.warp.products.summed_tiles or 0
+        most = self.role.warp.products.summed_tiles
         for phase in self.role.phases():
             if cutlass.const_expr(most == 0):
                 for index in cutlass.range(phase.begin, phase.end, unroll=1):

@@ -73,7 +73,7 @@ class Warp:
         if DOUT in computed and state.score.drops:
             survival = cute.make_rmem_tensor((1,), Float32)
             survival.fill(1.0)
-        if products.summed_tiles is not None:
+        if products.summed_tiles:
             for which, acc in grads.items():
                 products.store_numbers(state, acc, which, add=False)
         return cls(products, reduce, state, grads, reduce.start(), sums, survival)
