@@ -8,9 +8,9 @@ keys c and c + 8 of a block of 16. One lane of a warp holds these four in an acc
 or keys.
 
     counter = (8 (i // 16) + i % 8 + first query + number 0, 8 (j // 16) + j % 8 + first key + number 1)    mod 2^32
-    (x, y) = counter;    a = M0 x + y;    a = M1 mix(a, 16) + y;    a = mix(a, 15);    b = M2 a + x;    c = M3 b + a
-    mix(z, n) = z ^ (z >> n)                                                                      all mod 2^32
-    bits = mix(b, 15) if i // 8 is even, else mix(c, 15); its low half if j // 8 is even, else its high half
+    (x, y) = counter                     mix(z, n) = z ^ (z >> n)                                  all mod 2^32
+    a = mix(M0 x + y, 16);    a = mix(M1 a + y, 15);    a = mix(M2 a + x, 15);    b = mix(M3 a + y, 16);    c = M4 b + a
+    bits = b if i // 8 is even, else c; its low half if j // 8 is even, else its high half
     kept = bits % 2^15 >= 2^15 - keeps                          keeps = 2^15 - round(2^15 rate)
 
 The numbers of a head are the first two words of Philox 4x32-10, keyed by the first two words of the key, at the counter
@@ -107,11 +107,12 @@ def _counter(rows: jax.Array, first: jax.Array, is_packed: bool) -> tuple[jax.Ar
 
 def _word(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the two halves of the word at a counter."""
-    first, second, third, last = (jnp.uint32(m) for m in MULTIPLIERS)
-    a = x * first + y
-    a = _mix(_mix(a, 16) * second + y, 15)
-    b = a * third + x
-    return _mix(b, 15), _mix(b * last + a, 15)
+    m = [jnp.uint32(x) for x in MULTIPLIERS]
+    a = _mix(m[0] * x + y, 16)
+    a = _mix(m[1] * a + y, 15)
+    a = _mix(m[2] * a + x, 15)
+    b = _mix(m[3] * a + y, 16)
+    return b, m[4] * b + a
 
 
 def _mix(x: jax.Array, count: int) -> jax.Array:

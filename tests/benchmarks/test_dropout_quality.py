@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks/dropout_quality.py` in a tiny size: what a record has, and that it notices fewer rounds."""
+"""`benchmarks/dropout_quality.py` in a tiny size: what a record has, and that it notices fewer products."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_record_has_the_figures_of_each_family(tmp_path: Path) -> None:
     assert all(0.5 < x["predicted"] < benchmark.LIMIT for x in found["families"].values())
 
 
-def test_fewer_rounds_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "ROUNDS", 3)
+def test_weak_products_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout, "MULTIPLIERS", (dropout.MULTIPLIERS[0], 1, 1, 1, dropout.MULTIPLIERS[4]))
     jax.clear_caches()
     with pytest.raises(SystemExit, match=r"figures above 5.0: .*rectangles"):
         benchmark.main(["--heads", "2", "--length", "512", "--output", str(tmp_path / "record.json")])

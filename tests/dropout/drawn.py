@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MULTIPLIERS = [np.uint64(x) for x in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xD256D193)]
+MULTIPLIERS = [np.uint64(x) for x in (0x9E3779B1, 0x7FEB352D, 0x846CA68B, 0xD256D193, 0xAC4C1B51)]
 LOW = np.uint64(0xFFFFFFFF)
 
 
@@ -23,7 +23,7 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def words(x: np.ndarray, y: np.ndarray, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The halves of the words at counters (x, y), uint64 with 32 bits each; `skip` leaves the second product out."""
+    """The halves of the words at counters (x, y), uint64 with 32 bits each; `skip` leaves two products out."""
 
     def product(z: np.ndarray, i: int, added: np.ndarray) -> np.ndarray:
         return (z * MULTIPLIERS[i] + added) & LOW
@@ -34,8 +34,9 @@ def words(x: np.ndarray, y: np.ndarray, *, skip: bool = False) -> tuple[np.ndarr
     a = mixed(product(x, 0, y), 16)
     if not skip:
         a = mixed(product(a, 1, y), 15)
-    b = product(a, 2, x)
-    return mixed(b, 15), mixed(product(b, 3, a), 15)
+        a = mixed(product(a, 2, x), 15)
+    b = mixed(product(a, 3, y), 16)
+    return b, product(b, 4, a)
 
 
 def bits(

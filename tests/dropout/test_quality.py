@@ -108,7 +108,7 @@ def test_a_bit_of_the_counter_flips_half_of_the_bits(axis: int) -> None:
 
 @pytest.mark.whole
 def test_fewer_products_are_noticed() -> None:
-    """The tests above mean something: with 3 products of 4."""
+    """The tests above mean something: with 3 products of 5."""
     size = 1 << 11
     bits = drawn.bits((0, 0), size, size, skip=True)
     plane = (bits >> 14 & 1).astype(bool)

@@ -125,11 +125,12 @@ def _word(x: Int32, y: Int32) -> tuple[Int32, Int32]:
 
     Products have 32 bits: next to products of tensor cores, each of 64 bits takes 20 cycles (notebook/dropout.md).
     """
-    first, second, third, last = (Int32(m - (m >> 31 << 32)) for m in DROPOUT_MULTIPLIERS)
-    a = x * first + y
-    a = _mix(_mix(a, 16) * second + y, 15)
-    b = a * third + x
-    return _mix(b, 15), _mix(b * last + a, 15)
+    m = [Int32(x - (x >> 31 << 32)) for x in DROPOUT_MULTIPLIERS]
+    a = _mix(m[0] * x + y, 16)
+    a = _mix(m[1] * a + y, 15)
+    a = _mix(m[2] * a + x, 15)
+    b = _mix(m[3] * a + y, 16)
+    return b, m[4] * b + a
 
 
 def _mix(x: Int32, count: int) -> Int32:
