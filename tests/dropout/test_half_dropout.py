@@ -70,10 +70,11 @@ def test_gradients_have_the_errors_of_float16(rates: tuple[float, ...], factor_o
     *arrays, dout = (jnp.asarray(random.standard_normal(x), jnp.float32) for x in shapes)
     # Some weights are near 1, and rows of values and cotangents have one direction, so that bounds are reached.
     arrays[0], arrays[2], dout = 6 * arrays[0], 1 + 0.1 * arrays[2], 1 + 0.1 * dout
-    numbers = [dropout.numbers(jnp.array([1, 2], jnp.uint32), rate, B, N) for rate in rates]
+    # With this key a weight over 0.8 is kept at the greatest rate.
+    numbers = [dropout.numbers(jnp.array([1, 5], jnp.uint32), rate, B, N) for rate in rates]
     numbers = jnp.stack([numbers[n % len(rates)][:, n] for n in range(N)], axis=1)
     call = calls.quick_jit(functools.partial(_passes, factor_on_p=factor_on_p))
     wanted, found, rounded = call(Operands(*arrays, dropout=numbers), dout)
     assert all(jnp.isfinite(x).all() for x in rounded)
     for exact, x in zip(wanted, found, strict=True):
-        np.testing.assert_allclose(x, exact, atol=2**-9 * np.abs(exact).max())
+        np.testing.assert_allclose(x, exact, atol=2**-8 * np.abs(exact).max())
