@@ -480,6 +480,8 @@ BIAS_GRADIENTS = {
 # with two terms in that of dbias at head dim 128, and 16 bytes in that of dq at 256; with rows under a soft cap in that
 # of dk, dv and dq at head dim 128.
 BIAS_GRADIENT_LOCAL_BYTES = {"bias-listed": 32, "bias-alike": 16, "bias-float32": 32, "capped-row-bias": 128}
+# In that of dbias at head dim 256 under a causal mask, since its loader skips hidden items by ballot.
+BIAS_GRADIENT_LOCAL_BYTES |= {"bias-causal": 16}
 # Portable rows with a bias, and how much local memory a kernel of each may have: most have that of dk, dv and dq at
 # head dim 64, the forward kernels of 32 rows a warp, and those of a bias over lists.
 PORTABLE_BIASES = {
