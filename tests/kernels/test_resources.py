@@ -281,7 +281,7 @@ FUNCTION_LOCAL_BYTES = {
     ("alibi", "sm_80", "backward", 64): 64,
     ("rows", "sm_80", "backward", 64): 88,
     ("rows", "sm_80", "forward", 64): 56,
-    ("rows", "sm_90a", "forward", 128): 56,
+    ("rows", "sm_90a", "forward", 128): 64,
 }
 
 
