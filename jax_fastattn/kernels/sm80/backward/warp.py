@@ -89,7 +89,7 @@ class Warp:
         self._finish_gradients(scale)
 
     def empty(self, scale: Float32) -> None:
-        """Adds the role's gradients to global memory, and begins their sums anew; `scale` is that of q . k."""
+        """Adds the role's gradients to global memory, and begins their sums anew; `scale` multiplies q . k."""
         self._finish_gradients(scale)
         for acc in self.grads.values():
             acc.fill(0.0)

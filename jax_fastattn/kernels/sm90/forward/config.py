@@ -228,8 +228,7 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         return (replace(config, shares_bias=config.shares_bias and spec.matrix_bias),)
     if columns <= 64:
         if short:
-            # What is loaded for keys takes registers in a step of the product, as do means of rows, and draws take all
-            # that Q may have.
+            # Loads for keys and means of rows take registers in a step of the product. Draws take all that Q may have.
             q_in_regs = 0 if spec.drops else 2 if spec.has_row_means else 3 if cost.key_nbytes else 4
             return (ForwardConfig(1, 64, 6, blocks=3, q_in_regs=q_in_regs),)
         if cost.registers >= codes.TERM_REGISTERS and not spec.drops:
@@ -248,7 +247,7 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         if spec.drops and cost.registers == codes.DROPOUT.registers:
             q_in_regs = min(q_in_regs, 7)
         elif cost.registers >= codes.TERM_REGISTERS:
-            # So do means of rows.
+            # Means of rows take registers, too.
             fewer = 5 if spec.has_row_means else 6
             q_in_regs, late = (0 if cost.registers >= codes.READING_REGISTERS else fewer), False
         elif cost.registers:
