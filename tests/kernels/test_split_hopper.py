@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,33 +15,19 @@ import emulated_draws
 import emulated_hopper
 import hopper_emulator
 import numpy as np
+import split_calls
 from emulated_backward import Sizes, draw_operands
+from split_calls import EVERYTHING, LENGTHS
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels import codes
-from jax_fastattn.kernels.choose import configured
-from jax_fastattn.kernels.key import KernelSpec
 
-
-def _spec(head_dim: int, v_head_dim: int, **features: Any) -> KernelSpec:
-    key = KernelSpec("forward", "sm_90a", "bfloat16", head_dim, v_head_dim, products="bf16x3", family="sm90")
-    return configured(KernelSpec(**{**vars(key), **features}))
-
-
-_ALL = {
-    "group": 2,
-    "window_left": True,
-    "window_right": True,
-    "query_seq_lengths": True,
-    "key_value_seq_lengths": True,
-    "query_offset": True,
-}
-_LENGTHS = Sizes(2, 150, 170, offsets=(-10, 25), query_lengths=(150, 130), key_lengths=(170, 150))
+_spec = functools.partial(split_calls.spec, "forward")
 CASES = {
-    "d32-everything": (_spec(32, 32, **_ALL), _LENGTHS),
+    "d32-everything": (_spec(32, 32, **EVERYTHING), LENGTHS),
     "d64": (_spec(64, 64), Sizes(batch=1, queries=140, keys=300)),
     "d96-causal": (_spec(96, 64, window_right=True), Sizes(batch=2, queries=140, keys=230, right=0)),
-    "d128-everything": (_spec(128, 128, **_ALL, features=(codes.EXACT_SOFT_CAP, codes.SINKS)), _LENGTHS),
+    "d128-everything": (_spec(128, 128, **EVERYTHING, features=(codes.EXACT_SOFT_CAP, codes.SINKS)), LENGTHS),
     "negative-scale": (_spec(32, 96, features=(codes.SINKS,)), Sizes(1, 70, 150, scale=-0.3)),
 }
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,40 +15,27 @@ import emulated_draws
 import emulated_hopper
 import hopper_emulator
 import numpy as np
+import split_calls
 import split_model
 from emulated_backward import Sizes, draw_operands
+from split_calls import EVERYTHING, LENGTHS
 
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels import codes
-from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.key import KernelSpec
 
-
-def _spec(head_dim: int, v_head_dim: int, **features: Any) -> KernelSpec:
-    key = KernelSpec("backward", "sm_90a", "bfloat16", head_dim, v_head_dim, products="bf16x3", family="sm90")
-    return configured(KernelSpec(**{**vars(key), **features}))
-
-
-_ALL = {
-    "group": 2,
-    "window_left": True,
-    "window_right": True,
-    "query_seq_lengths": True,
-    "key_value_seq_lengths": True,
-    "query_offset": True,
-    "dlse": True,
-}
-_LENGTHS = Sizes(2, 150, 170, offsets=(-10, 25), query_lengths=(150, 130), key_lengths=(170, 150))
+_spec = functools.partial(split_calls.spec, "backward")
+_ALL = {**EVERYTHING, "dlse": True}
 _CAUSAL = {"window_right": True}
 _BIASED = Sizes(batch=2, queries=140, keys=200, right=0, bias=(1, 2, 140, 200))
 CASES = {
-    "d32-everything": (_spec(32, 32, **_ALL), _LENGTHS),
+    "d32-everything": (_spec(32, 32, **_ALL), LENGTHS),
     "d32-empty-sequences": (_spec(32, 96, **_ALL), None),
     "d64": (_spec(64, 64), Sizes(batch=1, queries=140, keys=300)),
     "d64-causal-negative-scale": (_spec(64, 64, **_CAUSAL), Sizes(2, 300, 270, 2, right=0, scale=-0.3)),
     "d96-64": (_spec(96, 64, group=2, key_value_seq_lengths=True), Sizes(2, 140, 230, key_lengths=(140, 230))),
     "d128-causal": (_spec(128, 128, **_CAUSAL), Sizes(1, 270, 300, right=0)),
-    "d128-everything": (_spec(128, 128, **_ALL, features=(codes.EXACT_SOFT_CAP,)), _LENGTHS),
+    "d128-everything": (_spec(128, 128, **_ALL, features=(codes.EXACT_SOFT_CAP,)), LENGTHS),
     "sinks": (_spec(64, 32, dsinks=True, small_weights=True), Sizes(1, 140, 130)),
     "bias": (_spec(64, 64, bias="matrix", bias_dtype="float32", dbias=True, **_CAUSAL, group=2), _BIASED),
     "d128-bias": (_spec(128, 128, bias="matrix", bias_dtype="float32", dbias=True, group=2), _BIASED),

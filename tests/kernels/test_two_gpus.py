@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from testing.combinations import inputs
 from testing.poison import poison
@@ -105,6 +105,20 @@ LONG = {
 }
 
 
+def _split(function: Any, options: dict[str, Any], shared: dict[str, Any], mesh: Mesh) -> Any:
+    """Returns attention over rows that a mesh splits: a function inside of `shard_map`, or for None under `jit`."""
+    if function is None:
+        return functools.partial(jax_fastattn.attention, **shared)
+    is_zigzag, local = "layout" in options, functools.partial(function, axis_name="x", **shared, **options)
+
+    def split(*qkv: jax.Array) -> jax.Array:
+        mapped = jax.shard_map(lambda *x: local(*x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+        out = mapped(*(jax_fastattn.zigzag(x, 2) if is_zigzag else x for x in qkv))
+        return jax_fastattn.unzigzag(out, 2) if is_zigzag else out
+
+    return split
+
+
 @pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
 @pytest.mark.parametrize("name", LONG)
@@ -117,19 +131,11 @@ def test_rows_are_split(name: str, implementation: str) -> None:
     devices = jax.devices("cpu" if implementation == "xla" else "gpu")[:2]
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
     shared = {"is_causal": True, "implementation": implementation}
-    is_zigzag = options.get("layout") == "zigzag"
+    is_zigzag = "layout" in options
 
     def whole(*qkv: jax.Array) -> jax.Array:
         window = {x: y for x, y in options.items() if x == "local_window_size"}
         return jax_fastattn.attention(*qkv, **shared, **window)
-
-    def split(*qkv: jax.Array) -> jax.Array:
-        if function is None:
-            return jax_fastattn.attention(*qkv, **shared)
-        local = functools.partial(function, axis_name="x", **shared, **options)
-        mapped = jax.shard_map(lambda *x: local(*x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
-        out = mapped(*(jax_fastattn.zigzag(x, 2) if is_zigzag else x for x in qkv))
-        return jax_fastattn.unzigzag(out, 2) if is_zigzag else out
 
     def run(attend: Any, placed: list[jax.Array]) -> tuple[list[np.ndarray], str]:
         def both(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> list[jax.Array]:
@@ -140,7 +146,7 @@ def test_rows_are_split(name: str, implementation: str) -> None:
         return [np.asarray(jnp.asarray(x, jnp.float32)) for x in program(*placed)], program.as_text() or ""
 
     expected, _ = run(whole, jax.device_put(arrays, devices[0]))
-    found, program = run(split, jax.device_put(arrays, NamedSharding(mesh, ROWS)))
+    found, program = run(_split(function, options, shared, mesh), jax.device_put(arrays, NamedSharding(mesh, ROWS)))
     for one, two in zip(expected, found, strict=True):
         np.testing.assert_allclose(two, one, atol=0.02 * np.abs(one).max())
         assert np.abs(one).max() > 0.1
@@ -163,17 +169,13 @@ def test_masks_of_split_rows(name: str, implementation: str) -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
     placed = NamedSharding(mesh, ROWS)
     shared = {"is_causal": True, "implementation": implementation, "dropout_rate": rate, "dropout_key": key}
-    shape, is_zigzag = (batch, rows, heads, head_dim), "layout" in options
+    shape = batch, rows, heads, head_dim
     query, keys = (0.1 * jax.random.normal(x, shape, jnp.bfloat16) for x in jax.random.split(jax.random.key(0)))
 
+    split = _split(function, options, shared, mesh)
+
     def attend(*qkv: jax.Array) -> jax.Array:
-        qkv = tuple(jax.lax.with_sharding_constraint(x, placed) for x in qkv)
-        if function is None:
-            return jax_fastattn.attention(*qkv, **shared)
-        local = functools.partial(function, axis_name="x", **shared, **options)
-        mapped = jax.shard_map(lambda *x: local(*x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
-        out = mapped(*(jax_fastattn.zigzag(x, 2) if is_zigzag else x for x in qkv))
-        return jax_fastattn.unzigzag(out, 2) if is_zigzag else out
+        return split(*(jax.lax.with_sharding_constraint(x, placed) for x in qkv))
 
     @jax.jit
     def kept(query: jax.Array, keys: jax.Array, first: jax.Array) -> list[jax.Array]:
