@@ -55,7 +55,7 @@ def test_the_record_shows_that_a_warm_step_compiles_nothing() -> None:
 def test_the_parts_of_a_step_are_its_seconds() -> None:
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     command = [sys.executable, first_step.__file__, "--step", "t5-base", "--parts"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(first_step.ROOT)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     found = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
     parts = found["parts"]
     assert {*parts} == {"imports", "imports_cpu", "compiler", "kernels", "passes", "binary", "rest"}
