@@ -233,21 +233,22 @@ def test_gradients_of_captured_arrays(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_causal_function_gives_the_bits_of_the_flag(
-    head_dim: int, family: str, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, kv_heads: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output, dk and dv; the sum of dq may have another order."""
+    """Output, dk and dv; the sum of dq may have another order, and without `deterministic` sums of heads in groups."""
     _choose(family, monkeypatch)
     random = jax.random.split(jax.random.key(3), 4)
     *arrays, dout = (
         jax.random.normal(x, (2, ROWS, heads, head_dim), jnp.bfloat16)
-        for x, heads in zip(random, (4, 2, 2, 4), strict=True)
+        for x, heads in zip(random, (4, kv_heads, kv_heads, 4), strict=True)
     )
 
     def results(**options: Any) -> list[np.ndarray]:
         def call(*arrays: jax.Array) -> jax.Array:
-            return jax_fastattn.attention(*arrays, implementation="cuda", **options)
+            return jax_fastattn.attention(*arrays, implementation="cuda", deterministic=kv_heads < 4, **options)
 
         out, pull = jax.vjp(jax.jit(call), *arrays)
         return [np.asarray(x.astype(jnp.float32)) for x in (out, *pull(dout)[1:])]

@@ -22,7 +22,7 @@ from resources import kept_resources
 
 from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.choose import list_sizes, prepass_spec
+from jax_fastattn.kernels.choose import forward_spec, kernel_spec, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.ops import block_mask
@@ -191,6 +191,22 @@ def test_a_function_gives_the_bits_of_a_mask_and_of_the_flag(arch: str, monkeypa
         np.testing.assert_array_equal(x, y)
         if i != 2:
             np.testing.assert_array_equal(x, z)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [300, 2176, 8192])
+def test_kernels_of_a_function_add_as_with_the_flag(length: int, head_dim: int, arch: str) -> None:
+    """Tiles and the order of heads; without `deterministic` Hopper's order of heads in groups may differ."""
+    for kv_heads, deterministic in ((1, True), (2, True), (4, True), (4, False)):
+        arrays = [jnp.zeros((2, length, n, head_dim), jnp.bfloat16) for n in (4, kv_heads, kv_heads)]
+
+        def configs(arrays: Any = arrays, deterministic: bool = deterministic, **options: Any) -> list[Any]:
+            spec, operands = canonicalize(*arrays, deterministic=deterministic, **options)
+            problem = Problem.of(spec, operands)
+            return [kernel_spec(problem, "backward", arch).config, forward_spec(problem, arch).config]
+
+        assert configs(mask_mod=MODS["causal"]) == configs(is_causal=True)
 
 
 @pytest.mark.slow
