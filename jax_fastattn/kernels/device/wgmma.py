@@ -15,7 +15,8 @@ from cutlass import Boolean, Float32, Int8, Int32, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import LoopUnroll, for_generate, if_generate, yield_out
 
-from jax_fastattn.kernels.device import ptx
+from jax_fastattn.kernels.device import ptx, wgmma_steps
+from jax_fastattn.kernels.device.wgmma_steps import Step
 
 # The operands of a compile key have these types.
 OPERAND_DTYPE = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -180,9 +181,6 @@ class Ring:
 
 # Products
 
-# A step is a product of 16 along k with its two factors.
-Step = tuple[cute.TiledMma, Any, Any]
-
 
 def product(dtype: Any, columns: int, *, a_in_registers: bool, b_transposed: bool) -> cute.TiledMma:
     """Returns a product of one warpgroup with 64 rows and `columns` columns.
@@ -301,10 +299,7 @@ def steps_of(mma: cute.TiledMma, a: cute.Tensor, b: cute.Tensor) -> Iterator[Ste
 def gemm_steps(acc: cute.Tensor, steps: Iterable[Step], *, accumulate: bool) -> None:
     """Runs `gemm` on steps that may have their factors in different places, and different dtypes."""
     warpgroup.fence()
-    for i, (mma, a, b) in enumerate(steps):
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, accumulate or i > 0)
-        cute.gemm(atom, acc, a, b, acc)
+    wgmma_steps.run(acc, steps, accumulate=accumulate)
     warpgroup.commit_group()
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.device import copies, ptx, wgmma
@@ -234,15 +233,16 @@ class DqWarpgroup:
         """Starts dS K of a part of a tile, given the buffer of dS."""
         memory = self.shared.memory
         row_blocks, column_blocks = self.queries // BLOCK, memory.head_dim // memory.dq_columns
-        warpgroup.fence()
-        for half in range(2):
-            for k in range(BLOCK // 16):
-                mma = cute.make_mma_atom(self.mma.op)
-                mma.set(warpgroup.Field.ACCUMULATE, accumulate or half + k > 0)
-                a = self.dscore[None, None, k, (buffer * 2 + half) * row_blocks + chunk.row_block]
-                b = self.key[None, None, k, half * column_blocks + chunk.column // memory.dq_columns]
-                cute.gemm(mma, self.dq, a, b, self.dq)
-        warpgroup.commit_group()
+        steps = (
+            (
+                self.mma,
+                self.dscore[None, None, k, (buffer * 2 + half) * row_blocks + chunk.row_block],
+                self.key[None, None, k, half * column_blocks + chunk.column // memory.dq_columns],
+            )
+            for half in range(2)
+            for k in range(BLOCK // 16)
+        )
+        wgmma.gemm_steps(self.dq, steps, accumulate=accumulate)
 
     def lane_address(self, work: KeyTile, at: DqPlace, index: int) -> Int64:
         """Returns the address of the lane's first sums of a part of a tile; the next ones are 512 bytes apart each."""
