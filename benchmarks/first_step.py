@@ -175,6 +175,9 @@ def parts(model: Model) -> dict[str, Any]:
     The parts are `imports` from the start of the process, `compiler` to import the compiler, `kernels` to trace kernels
     by Python, `passes` of MLIR, `binary` for the pass that makes cubins, ptxas included, and `rest`: JAX's tracing and
     lowering, and entries of the cache.
+
+    Raises:
+        SystemExit: no kernel was compiled, as where the package has no C++ extension; the message says why.
     """
     imports, imports_cpu = _age(), _cpu_seconds()
     begin = time.perf_counter()
@@ -207,8 +210,11 @@ def parts(model: Model) -> dict[str, Any]:
         ):
             found = lowered(model)
         report.seek(0)
-        # The DSL tells times of passes in text alone.
-        binary = sum(map(float, re.findall(r"([\d.]+) \([ \d.%]+\)  CudaToBinaryPass", report.read())))
+        text = report.read()
+    if not found["compiled"]:  # and a warning says why
+        raise SystemExit(f"No kernel was compiled, so the step has no parts.\n{text.strip()}")
+    # The DSL tells times of passes in text alone.
+    binary = sum(map(float, re.findall(r"([\d.]+) \([ \d.%]+\)  CudaToBinaryPass", text)))
     spent["kernels"] = spent["compilation"] - spent["passes"]
     spent["passes"] -= binary
     rest = found["seconds"] - spent.pop("compilation")

@@ -62,3 +62,15 @@ def test_the_parts_of_a_step_are_its_seconds() -> None:
     assert found["compiled"] > 0 and all(x > 0 for x in parts.values())
     inside = sum(parts[x] for x in ("kernels", "passes", "binary", "rest"))
     assert inside == pytest.approx(found["seconds"], abs=0.1)
+
+
+def test_a_step_without_kernels_says_why_it_has_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+    def falls_back(model: first_step.Model) -> dict[str, float]:
+        os.write(2, f"{model.title} takes the XLA path\n".encode())
+        return {"seconds": 0.1, "cpu_seconds": 0.1, "compiled": 0}
+
+    monkeypatch.setattr(first_step, "lowered", falls_back)
+    with pytest.raises(SystemExit, match=r"No kernel was compiled.*\nT5 base encoder takes the XLA path"):
+        first_step.parts(first_step.MODELS["t5-base"])
