@@ -11,6 +11,7 @@ architecture is an option of each compilation, so that neither the environment n
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import threading
 from collections.abc import Callable
@@ -25,15 +26,6 @@ from jax_fastattn.kernels.arguments.prepass import PrepassScalars
 from jax_fastattn.kernels.arguments.present import absent_scalars, launch_buffers, named_buffers
 from jax_fastattn.kernels.arguments.scalars import SCALAR_DTYPES, Scalars
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.kernels.prepass import kernel as prepass
-from jax_fastattn.kernels.sm80.backward import launches as sm80_backward
-from jax_fastattn.kernels.sm80.decode import kernel as sm80_decode
-from jax_fastattn.kernels.sm80.forward import kernel as sm80_forward
-from jax_fastattn.kernels.sm80.tangent import kernel as sm80_tangent
-from jax_fastattn.kernels.sm90.backward import launches as sm90_backward
-from jax_fastattn.kernels.sm90.decode import kernel as sm90_decode
-from jax_fastattn.kernels.sm90.forward import kernel as sm90_forward
-from jax_fastattn.kernels.sm90.tangent import kernel as sm90_tangent
 
 # csrc/store.cc looks the host function up under this name.
 FUNCTION_PREFIX = "jax_fastattn"
@@ -41,17 +33,18 @@ FUNCTION_PREFIX = "jax_fastattn"
 # XLA aligns buffers to 256 bytes; kernels copy 16 at a time.
 _ALIGNMENT = 16
 
-KERNELS: dict[tuple[str, str], Any] = {
+# The classes of kernels, below `jax_fastattn.kernels`. Importing all of them takes 0.15 s, and a process needs few.
+_KERNELS = {
     # The prepass is portable, and the same for both families.
-    ("sm80", "prepass"): prepass.PrepassKernel,
-    ("sm80", "forward"): sm80_forward.ForwardKernel,
-    ("sm80", "decode"): sm80_decode.DecodeKernel,
-    ("sm80", "backward"): sm80_backward.BackwardKernel,
-    ("sm80", "tangent"): sm80_tangent.TangentKernel,
-    ("sm90", "forward"): sm90_forward.ForwardKernel,
-    ("sm90", "decode"): sm90_decode.DecodeKernel,
-    ("sm90", "backward"): sm90_backward.BackwardKernel,
-    ("sm90", "tangent"): sm90_tangent.TangentKernel,
+    ("sm80", "prepass"): "prepass.kernel.PrepassKernel",
+    ("sm80", "forward"): "sm80.forward.kernel.ForwardKernel",
+    ("sm80", "decode"): "sm80.decode.kernel.DecodeKernel",
+    ("sm80", "backward"): "sm80.backward.launches.BackwardKernel",
+    ("sm80", "tangent"): "sm80.tangent.kernel.TangentKernel",
+    ("sm90", "forward"): "sm90.forward.kernel.ForwardKernel",
+    ("sm90", "decode"): "sm90.decode.kernel.DecodeKernel",
+    ("sm90", "backward"): "sm90.backward.launches.BackwardKernel",
+    ("sm90", "tangent"): "sm90.tangent.kernel.TangentKernel",
 }
 _DTYPES = {
     "bfloat16": cutlass.BFloat16,
@@ -63,6 +56,12 @@ _DTYPES = {
 
 # Tracing changes state of the whole process.
 _lock = threading.Lock()
+
+
+def kernel_class(family: str, op: str) -> Any:
+    """Returns the class of a kernel, which takes a spec; imports its module."""
+    module, _, name = _KERNELS[family, op].rpartition(".")
+    return getattr(importlib.import_module(f"jax_fastattn.kernels.{module}"), name)
 
 
 def compile_kernel(spec: KernelSpec) -> bytes:
@@ -97,7 +96,7 @@ def _compile(spec: KernelSpec, on_traced: Callable[[Any, Any, str], None]) -> by
     with _lock:
         _open_runtime()
         compiled = cute.compile(
-            KERNELS[spec.family, spec.op](spec),
+            kernel_class(spec.family, spec.op)(spec),
             *fake_arguments(spec),
             options=f"--gpu-arch {spec.gpu_arch}",
             trace_finalize_hooks=on_traced,

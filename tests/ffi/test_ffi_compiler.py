@@ -78,17 +78,24 @@ def test_threads_compile_side_by_side(compiler: Any) -> None:
     assert kernels[0] != kernels[1]
 
 
+def test_every_kernel_has_a_class(compiler: Any) -> None:
+    classes = [compiler.kernel_class(*key) for key in compiler._KERNELS]
+    assert all(isinstance(x, type) for x in classes) and len({*classes}) == len(classes)
+
+
 def test_another_process_compiles_the_same_bytes(compiler: Any) -> None:
-    """Else JAX's compilation cache would miss after a rebuild."""
+    """Else JAX's compilation cache would miss after a rebuild. It imports no kernels of the other family."""
     code = (
         "import hashlib, pickle, sys; from jax_fastattn.compilation import compiler; "
-        "print(hashlib.sha256(compiler.compile_kernel(pickle.load(sys.stdin.buffer))).hexdigest())"
+        "print(hashlib.sha256(compiler.compile_kernel(pickle.load(sys.stdin.buffer))).hexdigest()); "
+        "print(sum('.sm80.' in x for x in sys.modules) > 0, sum('.sm90.' in x for x in sys.modules))"
     )
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, input=pickle.dumps(FORWARD), env=environment, capture_output=True, check=True)
-    assert done.stdout.decode().strip() == hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
+    digest = hashlib.sha256(compiler.compile_kernel(FORWARD)).hexdigest()
+    assert done.stdout.decode().splitlines() == [digest, "True 0"]
 
 
 def test_compiler_with_other_libraries_than_the_key_says(compiler: Any, monkeypatch: pytest.MonkeyPatch) -> None:

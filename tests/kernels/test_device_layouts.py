@@ -177,7 +177,7 @@ def test_ptxas_checks_what_is_emulated(monkeypatch):
     import emulated_launch
     from cutlass.base_dsl.compiler import CompilerDiagnosticError
 
-    from jax_fastattn.compilation.compiler import KERNELS, _open_runtime
+    from jax_fastattn.compilation.compiler import _open_runtime, kernel_class
     from jax_fastattn.kernels.device import ptx
 
     emit = ptx.asm
@@ -185,4 +185,4 @@ def test_ptxas_checks_what_is_emulated(monkeypatch):
     spec = configured(KernelSpec("forward", "sm_80", "bfloat16", 16, 16))
     _open_runtime()
     with pytest.raises(CompilerDiagnosticError, match=r"Unknown modifier '\.sinc'"):
-        emulated_launch.compile_kernel(KERNELS["sm80", "forward"](spec), spec)
+        emulated_launch.compile_kernel(kernel_class("sm80", "forward")(spec), spec)

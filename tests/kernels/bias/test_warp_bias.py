@@ -19,7 +19,7 @@ import emulated_forward
 import emulated_launch
 from emulated_backward import Sizes
 
-from jax_fastattn.compilation.compiler import KERNELS, _open_runtime
+from jax_fastattn.compilation.compiler import _open_runtime, kernel_class
 from jax_fastattn.kernels.architectures import ARCHITECTURES, BORROWED
 from jax_fastattn.kernels.choose import configured
 from jax_fastattn.kernels.device.layout import CHUNK, PieceRing, WarpPiece
@@ -126,7 +126,7 @@ def test_lanes_wait_for_each_other_around_copies(op: str) -> None:
     arch, head_dim = ("sm_80", 128) if op == "forward" else ("sm_86", 64)
     spec = key(op, arch, head_dim, **CAUSAL)
     assert spec.config.bias_ring.refills
-    text = emulated_launch.compile_kernel(KERNELS["sm80", op](spec), spec)[MAIN[op]]
+    text = emulated_launch.compile_kernel(kernel_class("sm80", op)(spec), spec)[MAIN[op]]
     pairs = collections.Counter(itertools.pairwise(_ACCESSES.findall(text)))
     assert pairs["bar.warp.sync", "cp.async.cg"] and pairs["bar.warp.sync", "ldmatrix"]
     assert not [pair for pair in pairs if pair[0] == "ldmatrix" and pair[1].startswith("cp.async.c")]

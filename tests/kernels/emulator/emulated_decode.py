@@ -15,7 +15,7 @@ from emulated_launch import MULTIPROCESSORS, compile_kernel, launch_scalars, pla
 from ptx_emulator import Memory
 from testing.pages import in_pages
 
-from jax_fastattn.compilation.compiler import KERNELS
+from jax_fastattn.compilation.compiler import kernel_class
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.decode.config import decode_scratch
@@ -25,12 +25,12 @@ from jax_fastattn.kernels.key import KernelSpec
 @functools.cache
 def texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of the kernels; see `compile_kernel`."""
-    return compile_kernel(KERNELS[spec.family, spec.op](spec), spec)
+    return compile_kernel(kernel_class(spec.family, spec.op)(spec), spec)
 
 
 def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalars) -> None:
     """Runs the kernels of a launch."""
-    for launch in KERNELS[spec.family, spec.op](spec).launches(buffers, scalars):
+    for launch in kernel_class(spec.family, spec.op)(spec).launches(buffers, scalars):
         if spec.family == "sm90":
             emulated_hopper.start(launch, texts(spec), memory)
         else:

@@ -13,7 +13,7 @@ from emulated_backward import DTYPES, FORWARD_TOLERANCE, Sizes, draw_operands, f
 from emulated_launch import compile_kernel, launch_scalars, place, start
 from ptx_emulator import Memory
 
-from jax_fastattn.compilation.compiler import KERNELS
+from jax_fastattn.compilation.compiler import kernel_class
 from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.scalars import Scalars
 from jax_fastattn.kernels.key import KernelSpec
@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 @functools.cache
 def texts(spec: KernelSpec) -> dict[str, str]:
     """Returns the PTX of the kernel; see `compile_kernel`."""
-    return compile_kernel(KERNELS[spec.family, spec.op](spec), spec)
+    return compile_kernel(kernel_class(spec.family, spec.op)(spec), spec)
 
 
 def check(spec: KernelSpec, sizes: Sizes | None = None, *, alike: float = 0.0) -> None:
@@ -107,7 +107,7 @@ def run(spec: KernelSpec, sizes: Sizes, arrays: Arrays) -> Arrays:
 
 def run_launches(spec: KernelSpec, buffers: Any, memory: Memory, scalars: Scalars) -> None:
     """Runs the launches of the kernel of either family."""
-    kernel: Any = KERNELS[spec.family, spec.op](spec)
+    kernel: Any = kernel_class(spec.family, spec.op)(spec)
     for launch in kernel.launches(buffers, scalars):
         if spec.family == "sm90":
             emulated_hopper.start(launch, texts(spec), memory)
