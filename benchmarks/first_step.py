@@ -134,7 +134,7 @@ def measured(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cold, tempfile.TemporaryDirectory() as filled_by_warmup:
         found: dict[str, Any] = {"cold": json.loads(_printed(script, cold))}
         begin, begin_cpu = time.perf_counter(), _cpu_seconds(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "jax_fastattn", "warmup", *MODELS[name].warmup, "--arch", ARCH]
+        command = [sys.executable, "-P", "-m", "jax_fastattn", "warmup", *MODELS[name].warmup, "--arch", ARCH]
         _printed(command, filled_by_warmup)
         seconds, cpu = time.perf_counter() - begin, _cpu_seconds(resource.RUSAGE_CHILDREN) - begin_cpu
         found["warmup"] = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}

@@ -234,7 +234,7 @@ def run_suite(
         started, running, reports = time.monotonic(), [], []
         for part in range(processes):
             reports.append(Path(folder) / f"{part}.xml")
-            command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+            command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
             command += [f"--part={part}/{processes}", f"--seed={seed}", f"--junitxml={reports[-1]}", *arch]
             mine = ",".join(map(str, cores[part::processes]))
             with reports[-1].with_suffix(".log").open("w") as output:

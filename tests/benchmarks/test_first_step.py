@@ -39,6 +39,14 @@ def test_warmup_compiles_what_the_step_asks_for(name: str, monkeypatch: pytest.M
     assert set(asked) <= set(kernel_specs(cases, first_step.ARCH))
 
 
+def test_warmup_runs_in_the_package_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `-P`, `-m` takes the package of a clone in the current directory, which may lack the C++ extension."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(first_step, "_printed", lambda command, cache: commands.append(command) or "{}")
+    assert first_step.measured("t5-base")["kernels"] == 0
+    assert commands[1][:5] == [sys.executable, "-P", "-m", "jax_fastattn", "warmup"]
+
+
 def test_the_page_has_the_table_of_the_newest_record() -> None:
     assert first_step.PAGE.read_text() == first_step.filled(first_step.PAGE, first_step.RESULTS)
 
