@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases of a test function run: all, one in so many, or one; others in each turn."""
+"""Which cases of a test function run: all, one in so many, one, or none; others in each turn."""
 
 from __future__ import annotations
 
 import collections
 import functools
 import tomllib
+import zlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import pytest
 # A `whole` function with more cases than that runs one case in three: that of few cases stays whole.
 MOST_WHOLE = 20
 LARGE_WHOLE = 3
+# A function that has too few cases for one in each turn has one in about every third turn.
+SELDOM = 3
 
 
 def sampled(items: Sequence[pytest.Item], sample: int, turn: int, mainly: Collection[str] = ()) -> list[bool]:
-    """Returns whether each item runs. A function has at least one case that does.
+    """Returns whether each item runs. Functions of few cases take turns, by a number of their name.
 
     A case that has to notice a planted fault runs in each turn, unless `mainly` leaves it out.
 
@@ -35,8 +38,9 @@ def sampled(items: Sequence[pytest.Item], sample: int, turn: int, mainly: Collec
     found = []
     for item, function in zip(items, functions, strict=True):
         is_other = mainly and function.partition("::")[0] not in mainly
-        one_in = counts[function] if is_other else min(_one_in(item, counts[function], sample), counts[function])
-        found.append((cases[function] + turn) % one_in == 0 or (not is_other and item.nodeid in planted()))
+        one_in = counts[function] if is_other else _one_in(item, counts[function], sample)
+        place = cases[function] + turn + zlib.crc32(function.encode())
+        found.append(place % one_in == 0 or (not is_other and item.nodeid in planted()))
         cases[function] += 1
     return found
 
@@ -54,7 +58,7 @@ def _one_in(item: pytest.Item, count: int, sample: int) -> int:
         return 1
     if "whole" in item.keywords:
         return min(LARGE_WHOLE, sample) if count > MOST_WHOLE else 1
-    return sample
+    return min(sample, SELDOM * count)
 
 
 def left_out(items: Sequence[pytest.Item], sample: int) -> dict[tuple[str, str, str], float]:

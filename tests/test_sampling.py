@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The jax_fastattn authors
 # SPDX-License-Identifier: Apache-2.0
-"""Samples have a case of each function, and over the turns every case; a turn leaves few values out."""
+"""Samples have every case over the turns, and a case of each function of many; a turn leaves few values out."""
 
 from __future__ import annotations
 
@@ -39,11 +39,17 @@ def run(items: list[Any], *how: Any) -> list[str]:
 
 
 def test_turns_have_every_case_once() -> None:
-    items = cases("test_a.py::test_x", letter="abc", number=range(7)) + cases("test_a.py::test_y", number=range(3))
-    turns = [run(items, 7, turn) for turn in range(21)]
-    assert {len(turn) for turn in turns} == {4}
-    assert {x for turn in turns for x in turn} == {item.nodeid for item in items}
-    assert len({x for turn in turns[:7] for x in turn if "test_x" in x}) == 21
+    items = cases("test_a.py::test_x", letter="abc", number=range(7))
+    turns = [run(items, 7, turn) for turn in range(7)]
+    assert {len(turn) for turn in turns} == {3}
+    assert len({x for turn in turns for x in turn}) == 21
+
+
+def test_functions_of_few_cases_have_one_in_every_third_turn() -> None:
+    functions = [cases(f"test_a.py::test_{letter}", number=range(2)) for letter in "abcdefghijkl"]
+    turns = [run([x for items in functions for x in items], 7, turn) for turn in range(6)]
+    assert len({x for turn in turns for x in turn}) == 24
+    assert sum(map(len, turns)) == 24 and all(turns), "functions do not all have the same turns"
 
 
 @pytest.mark.parametrize(("keywords", "count"), [((), 9), (("slow", "whole"), 9), (("numbers",), 2), (SLOW, 2)])
