@@ -22,8 +22,13 @@ from jax_fastattn.spec import AttentionSpec
 # A row of dS adds up to another number with these operands, or kernels sum another way.
 _WITHOUT = frozenset(("bias", "sinks", "sequences", "dropout"))
 
-# Up to this head dim one kernel computes dk, dv and dq.
+# Up to this head dim one kernel of Hopper's computes dk, dv and dq. The portable kernels for the head dims between the
+# others keep sums of up to 192 columns in registers, and would spill up to 40 bytes more.
 _MAX_HEAD_DIM = 128
+_SPILLING_HEAD_DIMS = range(161, 193)
+
+# The bytes that have the mean key of a query in portable kernels, see `plane_products.factor_row`.
+MEAN_NBYTES = 16
 
 
 def mean_plane(call: AttentionSpec, dtype: str, moved: Collection[str]) -> int | None:
@@ -46,7 +51,8 @@ def mean_plane(call: AttentionSpec, dtype: str, moved: Collection[str]) -> int |
 
 def with_means(kernel: KernelSpec, plane: int | None) -> KernelSpec:
     """Returns the compile key of a pass of a call whose spec has a `mean_plane`: with the means if its kernels do."""
-    has_kernels = kernel.family == "sm90" and kernel.products == "native" and not kernel.dlse
-    has_kernels = has_kernels and max(kernel.head_dim, kernel.v_head_dim) <= _MAX_HEAD_DIM
+    width = max(kernel.head_dim, kernel.v_head_dim)
+    fits = width <= _MAX_HEAD_DIM if kernel.family == "sm90" else width not in _SPILLING_HEAD_DIMS
+    has_kernels = fits and kernel.products == "native" and not kernel.dlse
     is_summed = plane is not None and (kernel.op == "forward" or (kernel.op == "backward" and kernel.dplane == plane))
     return replace(kernel, dplane=None, mean_plane=plane) if has_kernels and is_summed else kernel

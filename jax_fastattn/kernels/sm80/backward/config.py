@@ -16,6 +16,7 @@ from jax_fastattn.kernels.device.layout import PieceRing, SharedTile, WarpPiece,
 from jax_fastattn.kernels.device.regions import NamedBarrier, Region, Row, SharedTable, disjoint
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm80.forward.config import first_fit, with_bias
+from jax_fastattn.kernels.sums.row_means import MEAN_NBYTES
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.kernels.tiles.records import slot_count
 
@@ -47,6 +48,7 @@ class DkdvDqConfig:
             is no matrix, or no room for enough of them.
         bias_terms: terms of such a piece.
         terms: terms of operands and of dS, see `KernelSpec.terms`.
+        has_means: whether rows have a mean key, see `sums/plane_products.py`.
     """
 
     key_warps: int
@@ -62,6 +64,7 @@ class DkdvDqConfig:
     bias_pieces: int = 0
     bias_terms: int = 1
     terms: int = 1
+    has_means: bool = False
 
     # One kernel computes all gradients, and adds dq up in a buffer. No kernel computes dq alone.
     adds_dq: ClassVar[bool] = True
@@ -101,6 +104,11 @@ class DkdvDqConfig:
     def dq_column_warps(self) -> int:
         """Warps side by side along the columns of dQ."""
         return self.dq_warps // self.dq_row_warps
+
+    @property
+    def stats_pitch(self) -> int:
+        """Bytes from one row of the statistics in global memory to the next; the last 16 have the mean key."""
+        return 32 if self.has_means else 8
 
     @property
     def lagged(self) -> bool:
@@ -157,7 +165,7 @@ class RoleBarrier(NamedBarrier):
 
 @dataclass(frozen=True)
 class DkdvDqMemory:
-    """Shared memory of a CTA: K, V, stages of Q and dO, dS (or P on its way), P if exchanged, statistics, a bias.
+    """Shared memory of a CTA: K, V, stages of Q and dO, dS (or P on its way), P if exchanged, and numbers of rows.
 
     Columns split evenly between the warps that share rows, so tiles are padded with zeros to their multiples.
 
@@ -213,7 +221,7 @@ class DkdvDqMemory:
 
     @cached_property
     def table(self) -> SharedTable:
-        """Regions: K, V, the stages of Q and dO, dS, P if exchanged, statistics for each stage and role, a bias."""
+        """Regions: K, V, stages of Q and dO, dS, P if exchanged, statistics by stage and role, mean keys, a bias."""
         config = self.config
         rows: list[Row] = [
             Region("key", self.key.nbytes),
@@ -224,6 +232,8 @@ class DkdvDqMemory:
         if config.exchanges:
             rows.append(Region("exchange", self.score.nbytes))
         rows.append(Region("stats", self.stats_nbytes, config.stages * config.roles))
+        if config.has_means:
+            rows.append(Region("means", MEAN_NBYTES * config.part, config.stages))
         if config.bias_pieces:
             rows.append(Region("bias", config.bias_ring.nbytes, config.role_warps))
         return SharedTable(tuple(rows)).with_rows(*self.feature_rows)
@@ -237,7 +247,8 @@ class DkdvDqMemory:
 def dkdv_dq_config(spec: KernelSpec) -> DkdvDqConfig:
     """Returns the tiling for a compile key. A matrix does not change it: pieces of one take what it leaves."""
     width = padded(max(spec.head_dim, spec.v_head_dim))
-    config = first_fit(_candidates(width) if spec.products == "native" else _split_candidates(width), spec)
+    candidates = _candidates(width) if spec.products == "native" else _split_candidates(width)
+    config = first_fit(tuple(replace(x, has_means=spec.has_row_means) for x in candidates), spec)
     return with_bias(config, spec, _bias_pieces(config)) if spec.cost.score_nbytes else config
 
 
@@ -317,7 +328,7 @@ def backward_scratch(spec: KernelSpec, batch: int, query_length: int, num_heads:
         heads, tile_count = (1, num_heads), slot_count(query_length, config.queries, batch)
     columns = config.memory(*spec.row_columns).dq.padded_columns // spec.terms
     scratch: dict[str, tuple[int, ...]] = {
-        "stats": (*heads, query_length, 2),
+        "stats": (*heads, query_length, config.stats_pitch // 4),
         "dq_accum": (*heads, tile_count * config.queries, columns),
     }
     if spec.ordered:

@@ -165,7 +165,7 @@ class DkdvDqKernel:
             dv=buffers.dv.toint() + key_row * (spec.result_nbytes * spec.v_head_dim),
             query=buffers.query.toint() + query_row * (2 * columns),
             dout=buffers.dout.toint() + query_row * (2 * v_columns),
-            stats=buffers.stats.toint() + queries.head_row(heads, first_head) * 8,
+            stats=buffers.stats.toint() + queries.head_row(heads, first_head) * self.config.stats_pitch,
             query_length=scalars.query_length,
             heads=heads,
             kv_heads=kv_heads,

@@ -4,7 +4,8 @@
 
 For each query row it stores (lse_scaled, delta): log2(e) * lse, less the binary logarithm of a factor that P gets, and
 rowsum(out * dout) - dlse. A row that sees no key gets infinity and 0, so that its P and dS vanish.
-If the gradient of sinks is computed, it also stores what each row adds to it.
+If the gradient of sinks is computed, it also stores what each row adds to it. If a gradient takes mean keys of rows, it
+stores them next to these, as rows of a factor (`sums/plane_products.py`).
 """
 
 import functools
@@ -25,6 +26,8 @@ from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
+from jax_fastattn.kernels.sums.plane_products import factor_row
+from jax_fastattn.kernels.sums.row_means import MEAN_NBYTES
 from jax_fastattn.kernels.sums.row_preprocess import Base2, GivenDelta, OutputDelta, ReadRow, RowPreprocess
 from jax_fastattn.kernels.sums.units import Units, load_units
 
@@ -42,10 +45,11 @@ class QueryRows:
         lse: address of the log-sum-exp, rows `[heads]` of float32.
         delta: address of that, laid out as the log-sum-exp.
         dlse: address of the cotangent of the log-sum-exp, laid out as it; None if there is none.
-        stats: address of (lse_scaled, delta), 8 bytes for each row; the rows of a head are contiguous.
+        stats: address of (lse_scaled, delta), see `DkdvDqConfig.stats_pitch`; the rows of a head are contiguous.
         sink: the sink of the head; None if its gradient is not computed.
         dsinks_terms: address of what rows add to that gradient, 4 bytes for each row, contiguous; or None.
         preprocess: makes the statistics.
+        means: address of the mean keys, laid out as the log-sum-exp; None if no kernel takes them.
     """
 
     heads: Int32
@@ -59,6 +63,7 @@ class QueryRows:
     sink: Float32 | None
     dsinks_terms: Int64 | None
     preprocess: RowPreprocess
+    means: Int64 | None
 
 
 class PreprocessKernel:
@@ -96,12 +101,13 @@ class PreprocessKernel:
             lse=buffers.lse.toint() + row_head * 4,
             delta=None if buffers.delta is None else buffers.delta.toint() + row_head * 4,
             dlse=None if buffers.dlse is None else buffers.dlse.toint() + row_head * 4,
-            stats=buffers.stats.toint() + queries.head_row(heads, head, first) * 8,
+            stats=buffers.stats.toint() + queries.head_row(heads, head, first) * self.config.stats_pitch,
             sink=sink,
             dsinks_terms=None
             if buffers.dsinks_terms is None
             else buffers.dsinks_terms.toint() + queries.head_row(heads, head, first) * 4,
             preprocess=self._preprocess(load_units(buffers, queries, heads // spec.group, work.kv_head)),
+            means=None if buffers.row_means is None else buffers.row_means.toint() + row_head * 4,
         )
         index = self.schedule.index(work.sequence, scalars, head, work.tile)
         self.reduce.prepare(buffers, index, thread, self.threads)
@@ -126,8 +132,16 @@ class PreprocessKernel:
             read = self._read(rows, index, product, live, exists)
             lse_scaled, delta = rows.preprocess.statistics(read)
             writes = Boolean((index < tile.rows) & (chunk == 0) & (index < stored_rows))
-            address = rows.stats + Int64(index) * 8
+            address = rows.stats + Int64(index) * self.config.stats_pitch
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
+            if rows.means is not None:
+                # Others read the mean of another row here, which may be NaN: their dS is 0, and no product of NaN is.
+                # Others read the mean of another row, which may be NaN: their dS is 0, but 0 times NaN is not.
+                offset = ptx.where(live, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
+                mean = ptx.where(live, ptx.load_global(rows.means + offset), Float32(0.0))
+                address = address + (self.config.stats_pitch - MEAN_NBYTES)
+                row_words = factor_row(self.dout_words, mean)
+                cutlass.if_generate(writes, lambda a=address, x=row_words: ptx.store_global_chunk(a, x))
             if rows.sink is not None and rows.dsinks_terms is not None:
                 term = read.sink_term(rows.sink, exists)
                 address = rows.dsinks_terms + Int64(index) * 4

@@ -26,6 +26,7 @@ from jax_fastattn.kernels.sm80.backward import gradient
 from jax_fastattn.kernels.sm80.backward.config import DkdvDqConfig
 from jax_fastattn.kernels.sm80.backward.dq_reduce import DqTile
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
+from jax_fastattn.kernels.sums.row_means import MEAN_NBYTES
 
 # These names stand for the operands that pass through the stages. A warp multiplies K and V by them, and sums up dK and
 # dV, which go by the same names.
@@ -120,13 +121,19 @@ class Products:
     def load_statistics(
         self, state: DkdvDqState, thread: Int32, member: Int32, first: Int32, stage: Any, role: int
     ) -> None:
-        """Starts the copy of a role's statistics of the rows from `first` on; `thread` loads its own row."""
+        """Starts the copy of a role's statistics of the rows from `first` on; `thread` loads its own row.
+
+        The role that has dS also copies their mean keys, if there are any.
+        """
 
         def load() -> None:
-            row = Int64(member) * state.operands.query_length + first
+            row, pitch = Int64(member) * state.operands.query_length + first, self.config.stats_pitch
             valid = thread < state.live_queries.end - first
-            address = state.operands.stats + (row + ptx.where(valid, thread, Int32(0))) * 8
+            address = state.operands.stats + (row + ptx.where(valid, thread, Int32(0))) * pitch
             target = self.statistics(state, stage, role) + thread * 8
+            if self.config.has_means and role == self.config.roles - 1:
+                mean, size = address + (pitch - MEAN_NBYTES), ptx.where(valid, Int32(MEAN_NBYTES), Int32(0))
+                ptx.copy_async_or_zero(self.means(state, stage) + thread * MEAN_NBYTES, mean, size)
             if not self._hides_past_the_end:
                 ptx.copy_async_pair_or_zero(target, address, ptx.where(valid, Int32(8), Int32(0)))
                 return
@@ -157,6 +164,11 @@ class Products:
         nbytes = self.memory.stats_nbytes
         start = self.memory.table.offset("stats") + role * nbytes
         return state.at.shared + start + stage * (self.config.roles * nbytes)
+
+    def means(self, state: DkdvDqState, stage: Any) -> Int32:
+        """Returns the address of the mean keys of a stage."""
+        region = self.memory.table["means"]
+        return state.at.shared + self.memory.table.offset("means") + stage * region.pitch
 
     def _stage(self, state: DkdvDqState, start: int, stage: Any) -> Int32:
         table = self.memory.table

@@ -264,6 +264,7 @@ class GradientRole:
         if config.exchanges:
             wait(RoleBarrier.EXCHANGE_DS, 32 * config.column_warps, state.at.key_warp)
             load_ds = products.exchanged_loader(state, memory.table.offset("dscore"))
+        warp.add_to_plane(packed, stage)
         products.accumulate(state, warp.grads[QUERY], load_ds, QUERY, stage)
         wait(RoleBarrier.SECOND, 32 * config.role_warps)
         if not config.lagged:

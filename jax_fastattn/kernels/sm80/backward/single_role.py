@@ -65,6 +65,7 @@ class SingleRole:
             words, start = products.words, products.memory.table.offset("dscore")
             packed = weights.pairs(words), pairs(words, dscores)
             products.store_scores(state, start, words, packed[1], part * config.part)
+            warp.add_to_plane(packed[1], stage)
             for factor, which in zip(packed, (DOUT, QUERY), strict=True):
                 products.accumulate(state, warp.grads[which], products.packed_loader(factor), which, stage)
         cute.arch.sync_threads()

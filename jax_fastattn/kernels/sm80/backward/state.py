@@ -72,7 +72,7 @@ class DkdvDqRows:
         dv: address of dv, rows `[kv_heads, v_head_dim]`.
         query: address of Q, rows `[heads, columns]`.
         dout: address of dO, rows `[heads, v_columns]`.
-        stats: address of the row statistics `[heads, query_length]`, 8 bytes each.
+        stats: address of the row statistics `[heads, query_length]`, see `DkdvDqConfig.stats_pitch`.
         query_length: rows from one head of the statistics to the next.
         heads: query heads of a row.
         kv_heads: key/value heads of a row.

@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import mma, ptx
 from jax_fastattn.kernels.device.layout import accumulator_lane
+from jax_fastattn.kernels.device.products import Pair
 from jax_fastattn.kernels.features.places import Head, ScoreTile
 from jax_fastattn.kernels.features.visible.bits import Bits
 from jax_fastattn.kernels.score import Score
@@ -20,6 +21,8 @@ from jax_fastattn.kernels.sm80.backward.dq_reduce import DqReduce
 from jax_fastattn.kernels.sm80.backward.products import DOUT, QUERY, Products
 from jax_fastattn.kernels.sm80.backward.state import DkdvDqState
 from jax_fastattn.kernels.sums.head_sums import head_sums
+from jax_fastattn.kernels.sums.plane_products import DscoreTile, PlaneProducts
+from jax_fastattn.kernels.sums.row_means import MEAN_NBYTES
 from jax_fastattn.kernels.sums.sums import DscorePair, HeadSums, LaneKeys
 from jax_fastattn.kernels.sums.units import over_ds
 from jax_fastattn.kernels.tiles import plan
@@ -52,6 +55,7 @@ class Warp:
         grads: registers of the gradients that the role sums up: dV (`DOUT`), dK (`QUERY`).
         due: what `reduce` keeps from tile to tile.
         sums: gradients that are sums of dS over the queries of a head, if the role has dS.
+        plane: such a gradient by products with mean keys of rows; None if there is none.
         survival: the factor that dropout leaves to the sum of dV, the factor of the last head; None without.
     """
 
@@ -61,6 +65,7 @@ class Warp:
     grads: dict[str, cute.Tensor]
     due: cute.Tensor | None
     sums: tuple[HeadSums, ...]
+    plane: PlaneProducts | None
     survival: cute.Tensor | None
 
     @classmethod
@@ -68,7 +73,11 @@ class Warp:
         """Returns the warp with its registers, given the gradients that its role sums up."""
         grads = {which: products.zeros(which) for which in computed}
         # Only the role that computes dK has dS.
-        sums = head_sums(products.spec, *products.score_blocks) if QUERY in computed else ()
+        sums, plane = (), None
+        if QUERY in computed and products.spec.has_row_means:
+            plane = PlaneProducts.start(products.spec, *products.score_blocks)
+        elif QUERY in computed:
+            sums = head_sums(products.spec, *products.score_blocks)
         survival = None
         if DOUT in computed and state.score.drops:
             survival = cute.make_rmem_tensor((1,), Float32)
@@ -76,7 +85,7 @@ class Warp:
         if products.summed_tiles:
             for which, acc in grads.items():
                 products.store_numbers(state, acc, which, add=False)
-        return cls(products, reduce, state, grads, reduce.start(), sums, survival)
+        return cls(products, reduce, state, grads, reduce.start(), sums, plane, survival)
 
     def finish(self, scale: Float32) -> None:
         """Stores the role's gradients, when no warp of the CTA reads K and V anymore: their tiles may take them."""
@@ -108,7 +117,7 @@ class Warp:
 
     def begin_head(self, score: Score) -> None:
         """Begins the sums of a query head."""
-        for kind in self.sums:
+        for kind in self._head_sums:
             kind.clear()
         factor = score.survival()
         if self.survival is not None and factor is not None:
@@ -128,8 +137,12 @@ class Warp:
 
     def end_head(self, member: Int32) -> None:
         """Stores the sums of a query head of the group."""
-        for kind in self.sums:
+        for kind in self._head_sums:
             kind.store(self._keys(member))
+
+    @property
+    def _head_sums(self) -> Sequence[HeadSums | PlaneProducts]:
+        return self.sums if self.plane is None else (self.plane,)
 
     def _keys(self, member: Int32) -> LaneKeys:
         """Returns the lane's keys in a query head of the group. Warps that share keys have planes of their own."""
@@ -152,6 +165,15 @@ class Warp:
         """Adds a pair of dS^T to the sums, given its index."""
         for kind in self.sums:
             kind.add(DscorePair(pair, values))
+
+    def add_to_plane(self, pairs: list[Pair], stage: Any) -> None:
+        """Adds the warp's part of dS^T of a stage to the gradient of a plane, given the pairs of dS^T."""
+        if self.plane is None:
+            return
+        # Read anew, the lane and its first key live in no register until then.
+        at, lane = self.state.at, ptx.thread_index() & 31
+        means = self.products.means(self.state, stage) + self.first_query() * MEAN_NBYTES
+        self.plane.add(DscoreTile(pairs, means, lane, at.row + at.warp_row + (lane >> 2)))
 
     def add_dq(self, member: Int32, index: Int32) -> None:
         """Computes the warp's part of dQ of a tile and adds it up."""

@@ -49,6 +49,7 @@ from jax_fastattn.kernels.sm80.forward.state import (
 )
 from jax_fastattn.kernels.sm80.schedule import Work, schedule
 from jax_fastattn.kernels.sums.log_sum_exp import LogSumExps
+from jax_fastattn.kernels.sums.plane_means import RowMeans, row_moments
 from jax_fastattn.kernels.tiles.plan import Bounds, Limits, Order
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
@@ -101,7 +102,7 @@ class ForwardKernel:
     def kernel(self, buffers: Buffers, scalars: Scalars):
         tile = self._tile(buffers, scalars)
         visit, last = tile.visit, tile.visit.end - 1
-        rows = self._empty_rows()
+        rows = RowState.empty(self.m_blocks, self.out_blocks, has_means=self.spec.has_row_means)
         query = self._start(tile, last)
         state = ForwardState(tile, rows, query, last)
         for phase in visit.phases(Order.DOWN):
@@ -150,18 +151,6 @@ class ForwardKernel:
         """Returns the key tiles that the CTA's queries visit by their list, and its bits."""
         listed = QueryTileList.of(self.spec.tiles_of(self.config), work, buffers, scalars)
         return listed.visit, listed.bits
-
-    def _empty_rows(self) -> RowState:
-        """Returns the registers of rows that have seen no key."""
-        rows = RowState(
-            out=cute.make_rmem_tensor((self.m_blocks * self.out_blocks * 4,), Float32),
-            maxima=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
-            sums=cute.make_rmem_tensor((2 * self.m_blocks,), Float32),
-        )
-        rows.out.fill(0.0)
-        rows.maxima.fill(softmax.NEVER)
-        rows.sums.fill(0.0)
-        return rows
 
     # Copies.
 
@@ -330,6 +319,9 @@ class ForwardKernel:
         sums = softmax.exponentials(scores, *blocks, score.unit, shifts, score.rounds)
         for i, total in enumerate(sums):
             rows.sums[i] = rows.sums[i] + total
+        if rows.moments is not None:
+            for i, moment in enumerate(row_moments(weights.tile, scores, sums)):
+                rows.moments[i] = rows.moments[i] + moment
 
     def _raise_maxima(self, rows: RowState, maxima: list[Float32], factor: Float32) -> None:
         """Rescales output and sums if a maximum of the warp's rows has grown by more than the allowed lag."""
@@ -347,6 +339,8 @@ class ForwardKernel:
                 alpha = ptx.exp2((old - shift) * factor)
                 rows.maxima[i] = new
                 rows.sums[i] = rows.sums[i] * alpha
+                if rows.moments is not None:
+                    rows.moments[i] = rows.moments[i] * alpha
                 for n in range(self.out_blocks):
                     for half in range(2):
                         index = (i // 2 * self.out_blocks + n) * 4 + i % 2 * 2 + half
@@ -370,12 +364,15 @@ class ForwardKernel:
     # Results.
 
     def _store_lse(self, state: ForwardState, buffers: Buffers, scalars: Scalars) -> list[ResultRow]:
-        """Stores the log-sum-exps, and returns what the output of each row of the lane is stored as."""
+        """Stores log-sum-exps and mean keys; returns what the output of each row of the lane is stored as."""
         tile, rows = state.tile, state.rows
         score = tile.score.finish(tile.at.score_head)
         sums = LogSumExps(score, tile.at.sequence.queries, tile.query_end, tile.at.head, tile.column)
-        softmaxes = ((rows.maxima[i], rows.sums[i]) for i in range(2 * self.m_blocks))
-        return sums.store(buffers, scalars, tile.first_row, softmaxes)
+        lane_rows = range(2 * self.m_blocks)
+        if rows.moments is not None:
+            means = RowMeans(sums.queries, tile.at.head, tile.column)
+            means.store(buffers, scalars, tile.first_row, ((rows.moments[i], rows.sums[i]) for i in lane_rows))
+        return sums.store(buffers, scalars, tile.first_row, ((rows.maxima[i], rows.sums[i]) for i in lane_rows))
 
     def _store(self, state: ForwardState, buffers: Buffers, scalars: Scalars, results: list[ResultRow]) -> None:
         """Stores the output tile, through shared memory so that global stores are 16 bytes wide."""

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
+from jax_fastattn.kernels.device import softmax
 from jax_fastattn.kernels.device.products import Factor, result_words
 from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.row_store import RowStore, strided
@@ -196,11 +197,26 @@ class RowState:
         out: accumulator of O, `[m_blocks * out_blocks * 4]` float32, relative to `maxima`.
         maxima: `[2 * m_blocks]` float32, maximum of the unscaled scores of each row; may be below the true one.
         sums: `[2 * m_blocks]` float32, the lane's part of the sum of each row's exponentials, relative to `maxima`.
+        moments: `[2 * m_blocks]` float32, the same of the exponentials times their keys; None without means of rows.
     """
 
     out: cute.Tensor
     maxima: cute.Tensor
     sums: cute.Tensor
+    moments: cute.Tensor | None
+
+    @classmethod
+    def empty(cls, m_blocks: int, out_blocks: int, *, has_means: bool) -> "RowState":
+        """Returns the registers of rows that have seen no key."""
+        out = cute.make_rmem_tensor((m_blocks * out_blocks * 4,), Float32)
+        maxima, sums = (cute.make_rmem_tensor((2 * m_blocks,), Float32) for _ in range(2))
+        moments = cute.make_rmem_tensor((2 * m_blocks,), Float32) if has_means else None
+        out.fill(0.0)
+        maxima.fill(softmax.NEVER)
+        for x in (sums, moments):
+            if x is not None:
+                x.fill(0.0)
+        return cls(out, maxima, sums, moments)
 
 
 @dataclass(frozen=True, eq=False)
