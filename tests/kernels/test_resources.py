@@ -299,13 +299,26 @@ def test_score_functions_of_packed_sequences_fit(name: str, family: str, arch: s
     _assert_fits(spec, kept_resources(spec), FUNCTION_LOCAL_BYTES.get((name, arch, op, head_dim), 0))
 
 
+# Local memory of backward kernels with mean keys of rows, by architecture and head dim; 0 elsewhere. Without them it is
+# 56 and 80 bytes.
+MEANS_LOCAL_BYTES = {("sm_80", 64): 88, ("sm_80", 160): 72}
+MEANS_ROWS = [
+    *(("sm90", "sm_90a", head_dim) for head_dim in (64, 128)),
+    *(("sm80", "sm_80", head_dim) for head_dim in (64, 128, 160, 256)),
+    *(("sm80", arch, head_dim) for arch in ("sm_86", "sm_120a") for head_dim in (64, 128, 256)),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_with_mean_keys_of_rows_spill_nothing(head_dim: int, op: str) -> None:
-    features = {**CAUSAL, "features": _functions("alibi", "sm90"), "mean_plane": 0}
-    spec = _spec("sm90", op, "sm_90a", (head_dim, head_dim), features)
-    _assert_fits(spec, kept_resources(spec), 0)
+@pytest.mark.parametrize(("family", "arch", "head_dim"), MEANS_ROWS)
+def test_kernels_with_mean_keys_of_rows_fit(family: str, arch: str, head_dim: int, op: str) -> None:
+    features = {**CAUSAL, "features": _functions("alibi", family), "mean_plane": 0}
+    spec = _spec(family, op, arch, (head_dim, head_dim), features)
+    # Without means of rows the forward kernel for head dim 256 has 8 bytes, too.
+    forward_bytes = 8 if (arch, head_dim) == ("sm_80", 256) else 0
+    allowed = MEANS_LOCAL_BYTES.get((arch, head_dim), 0) if op == "backward" else forward_bytes
+    _assert_fits(spec, kept_resources(spec), allowed)
 
 
 @pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])

@@ -14,7 +14,8 @@ import pytest
 
 from jax_fastattn import attention
 from jax_fastattn.canonical.batched import canonicalize
-from jax_fastattn.kernels.sums.row_means import mean_plane
+from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.row_means import mean_plane, with_means
 from jax_fastattn.programs import analysis
 
 SLOPES = jnp.array([0.3, -0.2])
@@ -48,6 +49,19 @@ def test_means_are_saved_where_the_derivative_is_linear_in_the_key(name: str) ->
         code: Any = spec.score_mod
         assert analysis.key_slope(code, code.results[2 + plane]) == slope
         assert mean_plane(spec, "float32", ["head_numbers"]) is None and mean_plane(spec, "bfloat16", ["key"]) is None
+
+
+def test_kernels_take_means_where_they_have_registers() -> None:
+    def takes(family: Any, head_dim: int, **options: Any) -> bool:
+        kernel = KernelSpec("backward", "", "bfloat16", head_dim, 64, family=family, dplane=0, **options)
+        found = with_means(kernel, 0)
+        assert (found.mean_plane, found.dplane) in ((0, None), (None, 0))
+        return found.has_row_means
+
+    portable, hopper = ([takes(x, n) for n in (64, 128, 136, 160, 168, 192, 200, 256)] for x in ("sm80", "sm90"))
+    assert portable == [True, True, True, True, False, False, True, True]
+    assert hopper == [True, True, False, False, False, False, False, False]
+    assert not takes("sm80", 64, dlse=True) and not takes("sm80", 64, products="bf16x3")
 
 
 def _loss(slopes: jax.Array, x: jax.Array) -> jax.Array:
