@@ -135,7 +135,6 @@ class PreprocessKernel:
             address = rows.stats + Int64(index) * self.config.stats_pitch
             cutlass.if_generate(writes, lambda a=address, x=lse_scaled, y=delta: ptx.store_global_pair(a, x, y))
             if rows.means is not None:
-                # Others read the mean of another row here, which may be NaN: their dS is 0, and no product of NaN is.
                 # Others read the mean of another row, which may be NaN: their dS is 0, but 0 times NaN is not.
                 offset = ptx.where(live, Int64(index) * (Int64(rows.heads) * 4), Int64(0))
                 mean = ptx.where(live, ptx.load_global(rows.means + offset), Float32(0.0))
