@@ -47,7 +47,7 @@ class Operand:
     """
 
     axes: str
-    dtype: Literal["query", "logits", "float", "integer", "bool", "int32"]
+    dtype: Literal["query", "logits", "float", "integer", "bool", "int32", "int8"]
     differentiable: bool = False
     per_kv_head: bool = False
 
@@ -83,6 +83,7 @@ class Operands(NamedTuple):
         forward_lists, forward_bits, backward_lists, backward_bits, backward_counts, dq_lists, dq_bits: what prepasses
             write, of a `BlockMask`; see `AttentionSpec.kept`.
         row_means: a result of the forward pass, for the backward pass alone; see `AttentionSpec.mean_plane`.
+        out_rests: another one, what rounding has taken from the output; see `AttentionSpec.keeps_rests`.
     """
 
     query: Annotated[jax.Array, Operand("BTNH", "query", differentiable=True)]
@@ -117,6 +118,7 @@ class Operands(NamedTuple):
     dq_lists: Annotated[jax.Array | None, Operand("L", "int32")] = None
     dq_bits: Annotated[jax.Array | None, Operand("L", "int32")] = None
     row_means: Annotated[jax.Array | None, Operand("BTN", "logits")] = None
+    out_rests: Annotated[jax.Array | None, Operand("BTND", "int8")] = None
 
     def present(self) -> tuple[str, ...]:
         """Returns the names of the operands that are not None, in order."""
@@ -173,6 +175,9 @@ class AttentionSpec:
             `visits.lists.Planes`, and the names of these operands. A call with other tiles or sizes ignores them.
         mean_plane: the plane of `score_mod` for whose gradient the forward pass returns the mean key of each row; None
             for none. See `sums/row_means.py`.
+        precise_gradients: whether the caller asks for gradients whose delta comes from the output before it is rounded.
+        keeps_rests: whether the forward pass returns what rounding takes from the output, since the call is
+            differentiated and asks for that. See `sums/out_rests.py`.
     """
 
     scale: float
@@ -189,6 +194,14 @@ class AttentionSpec:
     mask_mod: Program | None = None
     kept: tuple[Any, ...] = ()
     mean_plane: int | None = None
+    precise_gradients: bool = False
+    keeps_rests: bool = False
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """Returns what the forward pass returns after output and log-sum-exp: operands of the backward pass."""
+        means = () if self.mean_plane is None else ("row_means",)
+        return (*means, "out_rests") if self.keeps_rests else means
 
     @property
     def has_programs(self) -> bool:

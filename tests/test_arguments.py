@@ -80,7 +80,7 @@ def test_buffers_are_there_if_the_compile_key_says_so() -> None:
     rows = {"key_records", "query_ids"}, {"query_records", "key_ids"}
     tiles = {"query_tiles", "key_tiles", "key_lists", "key_bits", *listed, *rows[0], *rows[1]}
     sinks = {"sinks", "dsinks_terms"}
-    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes", "delta", "row_means"}
+    bias = {"bias", "key_bias", "row_bias", "dbias", "dkey_bias", "key_classes", "delta", "row_means", "out_rests"}
     assert {name for name, dtype in launch_buffers(plain).items() if dtype is None} == absent | tiles | sinks | bias
     full = dataclasses.replace(plain, **dict.fromkeys(absent, True))
     assert {name for name, dtype in launch_buffers(full).items() if dtype is None} == tiles | sinks | bias

@@ -46,7 +46,7 @@ def test_what_is_derived_from_the_table() -> None:
     broadcast = [name for name, axes in zip(OPERANDS, batching.axes_of(tuple(OPERANDS)), strict=True) if axes[0] == "b"]
     assert broadcast == ["bias", "mask", "sinks", "scale", "dropout", *PLANES]
     assert [name for name in broadcast if name not in DIFFERENTIABLE] == ["mask", "dropout", *integers]
-    heads = {"query": 2, "bias": 1, "mask": 1, "sinks": 1, "dropout": 1, "row_means": 2}
+    heads = {"query": 2, "bias": 1, "mask": 1, "sinks": 1, "dropout": 1, "row_means": 2, "out_rests": 2}
     assert heads | dict.fromkeys(PLANES, 1) == batching.HEAD_AXIS
     assert [name for name, x in OPERANDS.items() if "n" in x.axes] == ["bias", "mask", "dropout", *PLANES]
     assert [name for name, x in OPERANDS.items() if x.per_kv_head] == ["bias", "mask"]
@@ -55,7 +55,7 @@ def test_what_is_derived_from_the_table() -> None:
 def test_letters_of_the_axes() -> None:
     letters = ["BTNH", "BSKH", "BSKD", "BNTS", "BNTS", "B", "B", "B", "BT", "BS", "BN", "BN", "BMR", "BNW"]
     letters += ["BNP", "BNPT", "BNPS", "BNPU", "BNC"] * 2
-    letters += ["L"] * len(KEPT_LISTS) + ["BTN"]
+    letters += ["L"] * len(KEPT_LISTS) + ["BTN", "BTND"]
     assert [x.letters for x in OPERANDS.values()] == letters
 
 

@@ -51,6 +51,7 @@ _DTYPES = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "int32": cutlass.Int32,
+    "int8": cutlass.Int8,
     "bool": cutlass.Uint8,
 }
 

@@ -24,6 +24,7 @@ from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sm90.geometry import split_obstacle
 from jax_fastattn.kernels.sm90.tangent import config as sm90_tangent
+from jax_fastattn.kernels.sums.out_rests import with_rests
 from jax_fastattn.kernels.sums.row_means import with_means
 from jax_fastattn.kernels.sums.tiles import key_list_tiles
 from jax_fastattn.kernels.tiles.lists import PrepassConfig, Sizes, has_too_many_bits
@@ -227,7 +228,7 @@ def splits_keys(problem: Problem) -> bool:
 
     The kernel of a deterministic call does not depend on the batch, which counts as large enough to fill the GPU.
     """
-    if problem.page or problem.spec.mean_plane is not None:
+    if problem.page or problem.spec.mean_plane is not None or problem.spec.keeps_rests:
         return reads_pages(problem)
     return problem.dtype != "float32" and has_few_queries(problem)
 
@@ -381,7 +382,7 @@ def kernel_spec(
         products=products,
         family=family,
     )
-    key = with_means(key, spec.mean_plane)
+    key = with_rests(with_means(key, spec.mean_plane), spec)
     loads = key.cost.score_nbytes or key.cost.key_nbytes
     short = max(problem.query_length, problem.key_length) <= (SHORT_LOADING_LENGTH if loads else SHORT_LENGTH)
     key = configured(key, short=short, rows=problem.query_length * problem.group)

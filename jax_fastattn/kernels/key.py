@@ -70,6 +70,8 @@ class KernelSpec:
         dplane: the plane of the score function whose gradient a kernel of its own computes; None for none.
         mean_plane: the plane of the score function for which the forward pass stores the mean key of each row, and
             whose gradient the kernel that computes dk sums with these; None for none.
+        out_rests: whether the forward pass stores what rounding takes from the output, and the backward pass reads it,
+            see `sums/out_rests.py`.
         features: what becomes of scores, in the order in which logits pass through it; a bias comes before all of it.
             Sinks are one in the forward pass alone.
         config: sizes of tiles and the like, frozen: the `ForwardConfig` of the family, or for decoding `DecodeConfig`,
@@ -108,6 +110,7 @@ class KernelSpec:
     moved: tuple[str, ...] = ()
     dplane: int | None = None
     mean_plane: int | None = None
+    out_rests: bool = False
     features: tuple[Code, ...] = ()
     products: Products = "native"
     config: Any = None

@@ -60,6 +60,8 @@ class Order:
         found: dict[str, Any] = {"sequences": self.sequences}
         for side, names in enumerate((("query",), ("key", "value"))):
             found |= {name: _taken(getattr(self.given, name), self.sources[side], 1) for name in names}
+        if self.given.out_rests is not None:
+            found["out_rests"] = self.rows(self.given.out_rests, 0)
         for name, x in self._planes(self.given):
             kind = name.partition("_")[0]
             if kind == "distance":

@@ -53,11 +53,11 @@ class RowsCall:
         order = Order.of(operands) if has_distances(spec) else None
         return cls(operands, order, *by_rows(spec, operands if order is None else order.operands()))
 
-    def results(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns output and log-sum-exp of the packed call."""
-        if self.order is not None:
-            out, lse = self.order.results(out), self.order.results(lse)
-        return out, padding_lse(self.packed, lse, -jnp.inf)  # of a sink
+    def results(self, out: jax.Array, lse: jax.Array, *further: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns output and log-sum-exp of the packed call, and further results of rows."""
+        found = (out, lse, *further)
+        out, lse, *further_results = found if self.order is None else map(self.order.results, found)
+        return out, padding_lse(self.packed, lse, -jnp.inf), *further_results  # of a sink
 
     def residuals(
         self, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None

@@ -30,13 +30,14 @@ def statistics_dtype(dtype: Any) -> Any:
 
 
 def forward_results(spec: AttentionSpec, arrays: Any) -> list[Any]:
-    """Returns the abstract output and log-sum-exp, and the means of rows if the spec asks for them."""
+    """Returns the abstract output and log-sum-exp, and what else the spec asks for, see `AttentionSpec.further`."""
     query, _, value, *_ = arrays
     rows = query.shape[:-1]
     axes = tuple(range(len(rows)))
     of_rows = like(query, rows, statistics_dtype(query.dtype), axes=axes)
-    means = [] if spec.mean_plane is None else [of_rows]
-    return [like(query, rows + value.shape[3:], axes=(*axes, None)), of_rows, *means]
+    out = like(query, rows + value.shape[3:], axes=(*axes, None))
+    further = {"row_means": of_rows, "out_rests": out.update(dtype=np.dtype(np.int8))}
+    return [out, of_rows, *(further[name] for name in spec.further)]
 
 
 def backward_results(spec: AttentionSpec, arrays: Any, wanted: tuple[str, ...]) -> list[Any]:

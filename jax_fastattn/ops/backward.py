@@ -66,9 +66,9 @@ def note_gradient(spec: AttentionSpec, operands: Sequence[Any], wanted: Collecti
         operands: their abstract values.
         wanted: which gradients.
     """
-    out, lse, *means = abstract.forward_results(spec, operands)
-    spec = replace(spec, present=(*spec.present, "row_means")) if means else spec
-    arrays = [*operands, *means, out, lse, out]
+    out, lse, *further = abstract.forward_results(spec, operands)
+    spec = replace(spec, present=(*spec.present, *spec.further))
+    arrays = [*operands, *further, out, lse, out]
     ahead.note(_launches, arrays, spec=spec, with_dlse=False, wanted=wanted_names(wanted))
 
 

@@ -32,8 +32,8 @@ def _abstract(*arrays: Any, spec: AttentionSpec, mapped: tuple[bool, ...]) -> li
 def _axes(spec: AttentionSpec, mapped: tuple[bool, ...]) -> Axes:
     axis = "V" if any(mapped) else ""
     operands = ["V" * m + OPERANDS[name].letters for name, m in zip(spec.present, mapped, strict=True)]
-    means = [] if spec.mean_plane is None else [axis + "BTN"]
-    return Axes(operands, [axis + "BTND", axis + "BTN", *means])
+    further = [axis + OPERANDS[name].letters for name in spec.further]
+    return Axes(operands, [axis + "BTND", axis + "BTN", *further])
 
 
 # `mapped` says which operands have a vmapped axis before their own axes; it becomes query heads.
@@ -44,7 +44,8 @@ attend_p, forward_p = attend_op.primitive, attend_op.share
 def forward(spec: AttentionSpec, arrays: Sequence[jax.Array], mapped: Sequence[bool] = ()) -> list[jax.Array]:
     """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]` of the operands that are present.
 
-    With `AttentionSpec.mean_plane` the mean keys of rows `[B, T, N]` follow.
+    What `AttentionSpec.further` names follows: the mean keys of rows `[B, T, N]`, and what rounding takes from the
+    output, int8 `[B, T, N, D]`.
     """
     return attend_op.bind(*arrays, spec=spec, mapped=tuple(mapped) or (False,) * len(arrays))
 
@@ -74,8 +75,9 @@ def _xla(*arrays: jax.Array, tuning: Tuning = CPU, **params: Any) -> tuple[jax.A
 
 
 def with_zeros(spec: AttentionSpec, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns output and log-sum-exp, and zeros for the means of rows if the spec asks for them."""
-    return (out, lse) if spec.mean_plane is None else (out, lse, jnp.zeros_like(lse))
+    """Returns output and log-sum-exp, and zeros for what else the spec asks for."""
+    further = {"row_means": (lse, lse.dtype), "out_rests": (out, jnp.int8)}
+    return (out, lse, *(jnp.zeros_like(x, dtype) for x, dtype in (further[name] for name in spec.further)))
 
 
 def _launches(*arrays: Any, **params: Any) -> Any:

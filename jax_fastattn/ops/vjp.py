@@ -3,10 +3,11 @@
 """Attention as a function that JAX differentiates: the forward rule, and the backward rule of reverse mode.
 
 The forward rule saves the operands, the output and the log-sum-exp (FlashAttention, algorithm 4), and returns a tangent
-that is linear in the tangents of operands. It also saves the means of rows if kernels sum with them, which are one more
-operand of the tangent (`sums/row_means.py`). The backward rule transposes that tangent: it recomputes the
-probabilities from what was saved. JAX tells the forward rule which tangents are zero and the backward rule which
-cotangents are, so that only the gradients and cotangents that are needed are computed.
+that is linear in the tangents of operands. It also saves the means of rows if kernels sum with them, and what rounding
+took from the output if the caller asks for it, which are more operands of the tangent (`sums/row_means.py`,
+`sums/out_rests.py`). The backward rule transposes that tangent: it recomputes the probabilities from what was saved.
+JAX tells the forward rule which tangents are zero and the backward rule which cotangents are, so that only the
+gradients and cotangents that are needed are computed.
 
 These are rules of primitives and not a `custom_vjp`, which refuses forward mode. `tangents.py` has the second
 derivatives.
@@ -21,6 +22,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
+from jax_fastattn.kernels.sums.out_rests import keeps_rests
 from jax_fastattn.kernels.sums.row_means import mean_plane
 from jax_fastattn.ops import linear
 from jax_fastattn.ops.backward import gradient, note_gradient
@@ -53,26 +55,27 @@ def attend(spec: AttentionSpec, operands: Operands, return_residual: bool) -> tu
 
 def _forward_rule(operands: Any, tangents: Any, *, spec: AttentionSpec, mapped: tuple[bool, ...]) -> tuple[Any, Any]:
     moved = moving(spec.present, tangents)
-    plane = mean_plane(spec, str(operands[0].dtype), moved) if spec.mean_plane is None else spec.mean_plane
-    told = replace(spec, mean_plane=plane)
+    dtype = str(operands[0].dtype)
+    plane = mean_plane(spec, dtype, moved) if spec.mean_plane is None else spec.mean_plane
+    told = replace(spec, mean_plane=plane, keeps_rests=spec.keeps_rests or (bool(moved) and keeps_rests(spec, dtype)))
     if moved and not any(mapped):
         note_gradient(told, [jax.typeof(x) for x in operands], moved)
-    out, lse, *means = forward(told, operands, mapped)
+    out, lse, *further = forward(told, operands, mapped)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    means = [checkpoint_name(x, LSE_NAME) for x in means]
-    results = [out, lse] if spec.mean_plane is None else [out, lse, *means]
+    further = [checkpoint_name(x, LSE_NAME if x.ndim == lse.ndim else OUT_NAME) for x in further]
+    kept = dict(zip(told.further, further, strict=True))
+    results = [out, lse, *(kept[name] for name in spec.further)]
     if not moved:
         return results, zeros(results)
-    tangents = _moving_results(told, mapped, [*operands, *means, out, lse], moved)
-    # No gradient depends on the means, which are constants.
+    tangents = _moving_results(told, mapped, [*operands, *further, out, lse], moved)
+    # No gradient depends on what else is saved: these are constants.
     return results, [*tangents, *zeros(results[2:])]
 
 
 def _moving_results(spec: AttentionSpec, mapped: tuple[bool, ...], saved: list[Any], moved: dict[str, Any]) -> Any:
     """Returns the tangents of output and log-sum-exp, of operands of which some may have a mapped axis."""
 
-    has_means = spec.mean_plane is not None
-    saving = replace(spec, present=(*spec.present, "row_means")) if has_means else spec
+    saving = replace(spec, present=(*spec.present, *spec.further))
 
     def one(saved: Any, moved: Any) -> Any:
         return tangent(saving, saved, moved)
@@ -80,7 +83,7 @@ def _moving_results(spec: AttentionSpec, mapped: tuple[bool, ...], saved: list[A
     if any(mapped):  # the mapped axis becomes query heads in the forward pass alone
         axes = [0 if is_mapped else None for is_mapped in mapped]
         of_moved = {name: axis for name, axis in zip(spec.present, axes, strict=True) if name in moved}
-        one = jax.vmap(one, in_axes=([*axes, *[0] * has_means, 0, 0], of_moved))
+        one = jax.vmap(one, in_axes=([*axes, *[0] * len(spec.further), 0, 0], of_moved))
     return one(saved, moved)
 
 
@@ -94,7 +97,7 @@ def _transpose_rule(cotangents: Any, *operands: Any, spec: AttentionSpec, mapped
             "`jax.vjp` for gradients."
         )
     dout, *_ = none_if_zero(cotangents)
-    spec = replace(spec, mean_plane=None)
+    spec = replace(spec, mean_plane=None, keeps_rests=False)
     if dout is None:
         return [None] * len(operands)
     index = spec.present.index("value")

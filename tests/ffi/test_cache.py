@@ -418,6 +418,7 @@ CHANGES = {
     "splits_dbias": True,
     "dplane": 0,
     "mean_plane": 0,
+    "out_rests": True,
     "dlse": True,
     "dsinks": True,
     "small_weights": True,

@@ -45,18 +45,34 @@ def _runtime() -> None:
 
 @pytest.mark.parametrize(("head_dim", "spread"), CASES)
 def test_errors_are_those_of_flash_attention(head_dim: int, spread: int) -> None:
+    own, jax_nn, flash = _emulated(head_dim, spread)
+    assert own[0] < ALLOWED * jax_nn[0], own[0] / jax_nn[0]
+    for name, error, other in zip(("dq", "dk"), own[1:], flash[1:], strict=True):
+        assert error < ALLOWED * other, (name, error / other)
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=SLOW)])
+def test_precise_gradients_have_the_errors_of_jax_nn(head_dim: int) -> None:
+    """Without what rounding takes from the output they have 1.6 to 1.8 of these at a spread of 11."""
+    (plain, *_), (precise, jax_nn, _) = (_emulated(head_dim, 11, precise=x) for x in (False, True))
+    assert plain[0] == precise[0] < ALLOWED * jax_nn[0]
+    for name, before, error, other in zip(("dq", "dk"), plain[1:], precise[1:], jax_nn[1:], strict=True):
+        assert error < 1.05 * other and before > 1.5 * other, (name, error / other, before / other)
+
+
+def _emulated(head_dim: int, spread: int, *, precise: bool = False) -> list[list[float]]:
+    """Returns the errors of the kernels, and of the models of `jax.nn` and of FlashAttention."""
     plain = "bfloat16", head_dim, head_dim
-    forward, backward = (configured(KernelSpec(op, "sm_90a", *plain, family="sm90")) for op in ("forward", "backward"))
+    forward, backward = (
+        configured(KernelSpec(op, "sm_90a", *plain, family="sm90", out_rests=precise)) for op in ("forward", "backward")
+    )
     sizes = Sizes(1, QUERIES, KEYS, 1, scale=spread / head_dim**0.5)
     arrays, wanted = draw_operands(backward, sizes, seed=spread)
     arrays |= emulated_hopper.run_forward(forward, sizes, arrays)
     found = emulated_hopper.run_backward(backward, sizes, arrays)
     exact = tuple(wanted[name] for name in ("out", "dq", "dk"))
-    own = _errors((arrays["out"], found["dq"], found["dk"]), exact)
-    jax_nn, flash = (_errors(model(arrays, sizes.scale), exact) for model in (_jax_nn, _flash_attention))
-    assert own[0] < ALLOWED * jax_nn[0], own[0] / jax_nn[0]
-    for name, error, other in zip(("dq", "dk"), own[1:], flash[1:], strict=True):
-        assert error < ALLOWED * other, (name, error / other)
+    own = arrays["out"], found["dq"], found["dk"]
+    return [_errors(x, exact) for x in (own, _jax_nn(arrays, sizes.scale), _flash_attention(arrays, sizes.scale))]
 
 
 def _errors(results: Results, exact: Results) -> list[float]:

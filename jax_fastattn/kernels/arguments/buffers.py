@@ -77,6 +77,7 @@ class Buffers(NamedTuple):
         out: `[B, T, N, D]`; in a backward pass and for tangents from the forward pass, as is `lse`.
         lse: `[B, T, N]`.
         row_means: `[B, T, N]`, the mean key of each row, see `KernelSpec.mean_plane`.
+        out_rests: `[B, T, N, D]`, what rounding has taken from the output, see `device/rests.py`.
         query_tangent, key_tangent, value_tangent: in the shapes of their operands, of those that move.
         dout: `[B, T, N, D]`.
         dlse: `[B, T, N]`.
@@ -159,6 +160,11 @@ class Buffers(NamedTuple):
         Any,
         Buffer("result", "float32", needs="has_row_means", ops=_FORWARD),
         Buffer("operand", "float32", needs="has_row_means", ops=_BACKWARD),
+    ]
+    out_rests: Annotated[
+        Any,
+        Buffer("result", "int8", needs="out_rests", ops=_FORWARD),
+        Buffer("operand", "int8", needs="out_rests", ops=_BACKWARD),
     ]
     query_tangent: Annotated[Any, Buffer("operand", needs="moves_query", ops=_TANGENT)]
     key_tangent: Annotated[Any, Buffer("operand", needs="moves_key", ops=_TANGENT)]

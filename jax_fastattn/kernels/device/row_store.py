@@ -11,7 +11,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.mma import Accumulator
-from jax_fastattn.kernels.device.products import MemoryWords, Pair
+from jax_fastattn.kernels.device.products import MemoryWords, Native, Pair
+from jax_fastattn.kernels.device.rests import Rests, transpose_quad_bytes
 
 
 class ResultRow(NamedTuple):
@@ -33,6 +34,12 @@ class ResultRow(NamedTuple):
     def pair(self, x: Float32, y: Float32, words: MemoryWords) -> Pair:
         """Returns what two elements of the row are stored as."""
         return words.select(self.live, words.pair(self._scaled(x), self._scaled(y)))
+
+    def rests(self, elements: list[Float32], words: Native) -> Int32:
+        """Returns the bytes that rounding takes from four elements of the row."""
+        numbers = [self._scaled(x) for x in elements]
+        near = [words.numbers(words.pair(*numbers[i : i + 2])) for i in (0, 2)]
+        return Rests(words.dtype).word(numbers, [*near[0], *near[1]])
 
     def _scaled(self, x: Float32) -> Float32:
         return x if self.factor is None else x * self.factor
@@ -92,6 +99,26 @@ class RowStore:
 
                 cutlass.if_generate(stores, store)
 
+    def store_rests(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
+        """Stores what rounding takes from the elements of an accumulator that `store` rounds, a byte each."""
+        assert isinstance(self.words, Native)
+        count = self.columns // 8
+        for i, result in enumerate(rows):
+            row = self.row + 8 * i
+            address = self.address(row) + self.quad_lane * 8
+            for block in range(0, count, 4):
+                four = [self._elements(acc, min(j, count - 1), i) for j in range(block, block + 4)]
+                words = [result.rests([*four[j], *four[j + 2]], self.words) for j in range(2)]
+                found = transpose_quad_bytes(*words, self.quad_lane)
+                # A row without a result has zeros.
+                chunk = [ptx.from_bits(ptx.where(result.live, x, Int32(0))) for x in found]
+                stores = Boolean((row < self.end) & (self.quad_lane < count - block))
+
+                def store(address: Int64 = address + block * 8, chunk: list = chunk) -> None:
+                    ptx.store_global_pair(address, *chunk)
+
+                cutlass.if_generate(stores, store)
+
     def _store_numbers(self, acc: Accumulator, rows: Iterable[ResultRow]) -> None:
         """Stores float32 numbers, two neighbors at once."""
         for i, result in enumerate(rows):
@@ -119,5 +146,9 @@ class RowStore:
 
     def _pair(self, acc: Accumulator, block: int, i: int, result: ResultRow) -> Pair:
         """Returns the lane's two elements of a block of 8 columns, in row i of its rows."""
+        return result.pair(*self._elements(acc, block, i), self.words)
+
+    def _elements(self, acc: Accumulator, block: int, i: int) -> tuple[Float32, Float32]:
+        """Returns these elements as the accumulator has them."""
         first = 4 * (i // 2 * self.blocks + block) + i % 2 * 2
-        return result.pair(acc[first], acc[first + 1], self.words)
+        return acc[first], acc[first + 1]

@@ -13,7 +13,8 @@ from cutlass import Boolean, Float32, Int32
 
 from jax_fastattn.kernels.bias_shapes import VAGUE_LSE
 from jax_fastattn.kernels.device import ptx
-from jax_fastattn.kernels.device.products import Pair
+from jax_fastattn.kernels.device.products import MemoryWords, Native, Pair
+from jax_fastattn.kernels.device.rests import Rests
 from jax_fastattn.kernels.device.softmax import LN_2, LOG2_E
 from jax_fastattn.kernels.features import sinks
 from jax_fastattn.kernels.key import KernelSpec
@@ -215,6 +216,22 @@ class RowPreprocess:
         delta = row.delta.value()
         delta = delta if self.delta_factor is None else delta * self.delta_factor
         return self.lse_scale.scaled(lse, live), ptx.where(live, delta, Float32(0.0))
+
+
+def output_numbers(words: MemoryWords, pair: Pair, rests: list[Int32] | None, index: int) -> list[Float32]:
+    """Returns the two numbers of a pair of the output, with what rounding has taken from them if that is kept.
+
+    Args:
+        words: what the output consists of.
+        pair: the pair.
+        rests: the bytes of the eight numbers of its chunk; None if there are none.
+        index: which pair of the chunk it is.
+    """
+    numbers = words.numbers(pair)
+    if rests is None:
+        return numbers
+    assert isinstance(words, Native)
+    return Rests(words.dtype).add(numbers, rests, 2 * index)
 
 
 def only_if(valid: Boolean, pair: Pair) -> Pair:

@@ -73,7 +73,7 @@ def for_kernels(operands: Operands) -> Operands:
 def forward(
     spec: AttentionSpec, operands: Operands, kernel: KernelSpec | None = None, kept: Sequence[TileLists] = ()
 ) -> tuple[jax.Array, ...]:
-    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`, and with a `mean_plane` mean keys.
+    """Returns the output `[B, T, N, D]` and the log-sum-exp `[B, T, N]`, and what `AttentionSpec.further` names.
 
     They come from one custom call. A mask or segment ids take another one before it, the prepass, unless lists for the
     kernel's tiles are kept.
@@ -96,8 +96,16 @@ def forward(
     out = found["out"].reshape(*rows, padded.value.shape[3])
     out = out if half is None else times_power(out, half.out[..., None])
     lse = found["lse"].reshape(rows)
-    means = () if spec.mean_plane is None else (found.get("row_means", jnp.zeros_like(lse)),)
-    return cut_head_dim(out, operands.value.shape[3]), lse, *means
+    value_columns = operands.value.shape[3]
+    further = (_further(name, found, out, lse) for name in spec.further)
+    further = (x if x.ndim == lse.ndim else cut_head_dim(x, value_columns) for x in further)
+    return cut_head_dim(out, value_columns), lse, *further
+
+
+def _further(name: str, found: dict[str, jax.Array], out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Returns a result that `AttentionSpec.further` names, given output and log-sum-exp; zeros if it is not found."""
+    shape, dtype = {"row_means": (lse.shape, lse.dtype), "out_rests": (out.shape, jnp.int8)}[name]
+    return found[name].reshape(shape) if name in found else jnp.zeros(shape, dtype)
 
 
 def paged_forward(
@@ -117,6 +125,7 @@ def _forward_shapes(kernel: KernelSpec, problem: Problem) -> dict[str, tuple[int
     rows = problem.batch, problem.query_length, problem.num_heads
     results: dict[str, tuple[int, ...]] = {"out": (*rows, problem.v_head_dim), "lse": rows}
     results |= {"row_means": rows} if kernel.has_row_means else {}
+    results |= {"out_rests": results["out"]} if kernel.out_rests else {}
     if kernel.op == "decode":
         units, rows_of_unit = problem.batch * problem.num_kv_heads, problem.query_length * problem.group
         return results | decode_scratch(kernel, ffi.multiprocessors(), rows_of_unit, units, problem.key_length)
@@ -157,11 +166,13 @@ def backward(
         found = backward(*without_rows(spec, operands), out, rows.lse(), dout, dlse, others, kept=kept)
         return found._replace(**rows.gradients(spec, out, dout, dlse, wanted))
     sums_bias = (kernel.dbias and kernel.dplane is None) or kernel.dkey_bias
-    padded = padded if kernel.has_row_means else padded._replace(row_means=None)
+    padded = padded._replace(row_means=padded.row_means if kernel.has_row_means else None, out_rests=None)
     bias_shapes = result_shapes(kernel, problem, ffi.multiprocessors())
     kernel = with_parts(kernel, bias_shapes)
     shapes = _backward_shapes(kernel, problem) | bias_shapes
     residuals = {"out": pad_head_dim(out), "lse": lse, "dout": pad_head_dim(dout), "dlse": dlse}
+    if kernel.out_rests and operands.out_rests is not None:
+        residuals["out_rests"] = pad_head_dim(operands.out_rests)
     half = None
     if kernel.products == "half":
         given = pad_head_dim(out), lse, pad_head_dim(dout), dlse

@@ -41,7 +41,7 @@ def tangent(
     if not tangents:  # the sinks alone move
         dout, dlse = jnp.zeros_like(out), jnp.zeros_like(lse)
         return _with_sinks(operands, out, lse, dout, dlse, sinks_tangent)
-    padded = for_kernels(operands)
+    padded = for_kernels(operands._replace(out_rests=None))
     problem = launched_problem(spec, padded)
     kernel = kernel or kernel_spec(problem, "tangent", ffi.arch(), moved=tuple(tangents))
     rows = problem.batch, problem.query_length, problem.num_heads

@@ -20,7 +20,8 @@ from jax_fastattn.spec import AttentionSpec, Operands
 
 def _forward(*arrays: jax.Array, **params: Any) -> Any:
     def run(spec: AttentionSpec, operands: Operands) -> Any:
-        return forward.with_zeros(spec, *passes.forward(replace(spec, mean_plane=None), operands))
+        plain = replace(spec, mean_plane=None, keeps_rests=False)
+        return forward.with_zeros(spec, *passes.forward(plain, operands))
 
     return forward.results(run, arrays, **params)
 
@@ -28,20 +29,20 @@ def _forward(*arrays: jax.Array, **params: Any) -> Any:
 def _gradient(*arrays: jax.Array, spec: AttentionSpec, with_dlse: bool, wanted: Names) -> list[jax.Array]:
     del with_dlse
     count = len(spec.present)
-    found = gradient.gradient(*_without_means(spec, arrays[:count]), arrays[count:], wanted)
+    found = gradient.gradient(*_without_further(spec, arrays[:count]), arrays[count:], wanted)
     return [found[name] for name in wanted]
 
 
 def _tangent(*arrays: jax.Array, spec: AttentionSpec, moved: Names) -> list[jax.Array]:
     count = len(spec.present)
     tangents = dict(zip(moved, arrays[count + 2 :], strict=True))
-    return passes.tangent(*_without_means(spec, arrays[:count]), tangents)
+    return passes.tangent(*_without_further(spec, arrays[:count]), tangents)
 
 
-def _without_means(spec: AttentionSpec, arrays: Sequence[jax.Array]) -> tuple[AttentionSpec, Operands]:
-    """Returns a call without the means of rows: no pass of a ring takes them."""
-    operands = spec.operands(arrays)._replace(row_means=None)
-    return replace(spec, present=operands.present(), mean_plane=None), operands
+def _without_further(spec: AttentionSpec, arrays: Sequence[jax.Array]) -> tuple[AttentionSpec, Operands]:
+    """Returns a call without what `AttentionSpec.further` names: no pass of a ring takes it."""
+    operands = spec.operands(arrays)._replace(row_means=None, out_rests=None)
+    return replace(spec, present=operands.present(), mean_plane=None, keeps_rests=False), operands
 
 
 def define() -> None:

@@ -85,6 +85,8 @@ def run_forward(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -
         "out": np.full((*rows, v_head_dim), np.nan, arrays["query"].dtype),
         "lse": np.full(rows, np.nan, np.float32),
     }
+    if spec.out_rests:
+        results["out_rests"] = np.full((*rows, v_head_dim), -77, np.int8)
     memory, buffers = place(spec, arrays | results)
     texts = forward_texts(spec)
     for launch in kernel.launches(buffers, launch_scalars(spec, sizes)):

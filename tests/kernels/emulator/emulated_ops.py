@@ -48,7 +48,7 @@ def bind(*operands: jax.Array, kernel: KernelSpec, ints: Any, floats: Any, resul
             arrays[name] = x.astype(np.uint8) if x.dtype == bool else x
         else:
             shape, dtype = next(empty)
-            arrays[name] = np.full(shape, -77 if dtype == "int32" else np.nan, jnp.dtype(dtype))
+            arrays[name] = np.full(shape, -77 if dtype.startswith("int") else np.nan, jnp.dtype(dtype))
     memory, placed = place(kernel, arrays)
     runs = {"prepass": _prepass, "forward": _forward, "decode": _decode, "backward": _backward, "tangent": _tangent}
     runs[kernel.op](kernel, placed, memory, tuple(ints), tuple(floats))

@@ -28,7 +28,14 @@ from jax_fastattn.kernels.sm80.backward.dq_reduce import dq_reduce
 from jax_fastattn.kernels.sm80.schedule import schedule
 from jax_fastattn.kernels.sums.plane_products import factor_row
 from jax_fastattn.kernels.sums.row_means import MEAN_NBYTES
-from jax_fastattn.kernels.sums.row_preprocess import Base2, GivenDelta, OutputDelta, ReadRow, RowPreprocess
+from jax_fastattn.kernels.sums.row_preprocess import (
+    Base2,
+    GivenDelta,
+    OutputDelta,
+    ReadRow,
+    RowPreprocess,
+    output_numbers,
+)
 from jax_fastattn.kernels.sums.units import Units, load_units
 
 
@@ -41,6 +48,7 @@ class QueryRows:
         live: rows of the tile that may be read.
         out: address of O, rows `[heads, v_columns]` of 16-bit columns, see `KernelSpec.row_columns`; None if there is
             delta.
+        out_rests: address of what rounding has taken from O, rows `[heads, v_head_dim]` of bytes; None if not kept.
         dout: address of dO, laid out as O.
         lse: address of the log-sum-exp, rows `[heads]` of float32.
         delta: address of that, laid out as the log-sum-exp.
@@ -55,6 +63,7 @@ class QueryRows:
     heads: Int32
     live: copies.Rows
     out: Int64 | None
+    out_rests: Int64 | None
     dout: Int64
     lse: Int64
     delta: Int64 | None
@@ -97,6 +106,7 @@ class PreprocessKernel:
             heads=heads,
             live=copies.Rows.live(work.sequence.bounds().live_queries(), first),
             out=None if buffers.out is None else buffers.out.toint() + row_head * (2 * spec.row_columns[1]),
+            out_rests=None if buffers.out_rests is None else buffers.out_rests.toint() + row_head * spec.v_head_dim,
             dout=buffers.dout.toint() + row_head * (2 * spec.row_columns[1]),
             lse=buffers.lse.toint() + row_head * 4,
             delta=None if buffers.delta is None else buffers.delta.toint() + row_head * 4,
@@ -183,8 +193,10 @@ class PreprocessKernel:
                 words.row_pairs(functools.partial(load, source), column, self.spec.v_head_dim)
                 for words, source in ((self.out_words, rows.out), (self.dout_words, rows.dout))
             )
-            for x, y in zip(out, dout, strict=True):
-                for left, right in zip(self.out_words.numbers(x), self.dout_words.numbers(y), strict=True):
+            rests = self._load_rests(rows, index, column, valid)
+            for i, (x, y) in enumerate(zip(out, dout, strict=True)):
+                numbers = output_numbers(self.out_words, x, rests, i)
+                for left, right in zip(numbers, self.dout_words.numbers(y), strict=True):
                     if self._hides_rows:
                         right = ptx.where(left == Float32(0.0), Float32(0.0), right)
                     total = ptx.fma(left, right, total)
@@ -193,3 +205,11 @@ class PreprocessKernel:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
             distance //= 2
         return total
+
+    def _load_rests(self, rows: QueryRows, index: Int32, column: Int32, valid: Boolean) -> list[Int32] | None:
+        """Loads what rounding has taken from a chunk of a row of O, or zeros; None if that is not kept."""
+        if rows.out_rests is None:
+            return None
+        at = Int64(index) * (Int64(rows.heads) * self.spec.v_head_dim) + Int64(column * CHUNK)
+        loaded = ptx.load_global_words(rows.out_rests + ptx.where(valid, at, Int64(0)))
+        return [ptx.where(valid, x, Int32(0)) for x in loaded]

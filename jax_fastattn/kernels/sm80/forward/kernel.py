@@ -379,6 +379,8 @@ class ForwardKernel:
         at, shape, rows, words = state.tile.at, self.out_tile, self.config.rows_per_warp, result_words(self.spec)
         if words.columns(self.spec.v_head_dim) > shape.columns:  # the tile has no room for them
             return state.tile.number_store(self.spec, buffers, scalars, self.out_blocks).store(state.rows.out, results)
+        if buffers.out_rests is not None:
+            state.tile.rest_store(self.spec, buffers, scalars, self.out_blocks).store_rests(state.rows.out, results)
         warp_row = at.warp * rows
         shared = at.shared + warp_row * shape.pitch
         lane_row, lane_column = accumulator_lane(at.lane)

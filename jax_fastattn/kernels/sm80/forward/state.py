@@ -157,8 +157,16 @@ class QueryTile:
 
     def number_store(self, spec: KernelSpec, buffers: Buffers, scalars: Scalars, blocks: int) -> RowStore:
         """Returns where the lane stores its rows of the output in float32, given the blocks of columns of a row."""
-        queries, nbytes = self.at.sequence.queries, 4 * spec.v_head_dim
-        first = buffers.out.toint() + queries.row_head(Int32(0), scalars.num_heads, self.at.head) * nbytes
+        return self._row_store(spec, buffers.out, 4, scalars, blocks)
+
+    def rest_store(self, spec: KernelSpec, buffers: Buffers, scalars: Scalars, blocks: int) -> RowStore:
+        """Returns where the lane stores what rounding takes from its rows of the output; see `number_store`."""
+        return self._row_store(spec, buffers.out_rests, 1, scalars, blocks)
+
+    def _row_store(self, spec: KernelSpec, buffer: cute.Pointer, size: int, scalars: Scalars, blocks: int) -> RowStore:
+        """Returns where the lane stores its rows in a buffer, of which an element takes `size` bytes."""
+        queries, nbytes = self.at.sequence.queries, size * spec.v_head_dim
+        first = buffer.toint() + queries.row_head(Int32(0), scalars.num_heads, self.at.head) * nbytes
         return RowStore(
             address=strided(first, Int64(scalars.num_heads) * nbytes),
             columns=spec.v_head_dim,

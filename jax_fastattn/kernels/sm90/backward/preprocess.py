@@ -43,6 +43,7 @@ from jax_fastattn.kernels.sums.row_preprocess import (
     ReadRow,
     RowPreprocess,
     only_if,
+    output_numbers,
     where_not_zeros,
 )
 from jax_fastattn.kernels.tiles import plan
@@ -320,16 +321,25 @@ class PreprocessKernel:
                     return ptx.load_global_chunk(operand.toint() + (rows.before * pitch + at + row))
 
                 operands = (out_words, buffers.out), (dout_words, buffers.dout)
-                loaded.append([x.row_pairs(functools.partial(load, at), chunk, columns) for x, at in operands])
-            for i, (outs, douts) in enumerate(loaded):
+                pairs = [x.row_pairs(functools.partial(load, at), chunk, columns) for x, at in operands]
+                loaded.append((*pairs, self._load_rests(buffers, rows, rows.first + i, chunk)))
+            for i, (outs, douts, rests) in enumerate(loaded):
                 if column + self.lanes > columns // CHUNK:
                     douts = [only_if(valid, pair) for pair in douts]
                 if self.spec.listed:
                     douts = [where_not_zeros(out, pair) for out, pair in zip(outs, douts, strict=True)]
-                for out, dout in zip(outs, douts, strict=True):
-                    for x, y in zip(out_words.numbers(out), dout_words.numbers(dout), strict=True):
+                for j, (out, dout) in enumerate(zip(outs, douts, strict=True)):
+                    numbers = output_numbers(out_words, out, rests, j)
+                    for x, y in zip(numbers, dout_words.numbers(dout), strict=True):
                         deltas[i] = ptx.fma(x, y, deltas[i])
         return self._own(deltas, lane)
+
+    def _load_rests(self, buffers: Buffers, rows: _HeadRows, row: Int32, chunk: Int32) -> list[Int32] | None:
+        """Loads what rounding has taken from a chunk of a row of the output; None if that is not kept."""
+        if buffers.out_rests is None:
+            return None
+        at = rows.before + Int64(cutlass.min(row, rows.last)) * rows.num_heads
+        return ptx.load_global_words(buffers.out_rests.toint() + at * self.spec.v_head_dim + Int64(chunk * CHUNK))
 
     def _own(self, values: list[Float32], lane: Int32) -> Float32:
         """Adds up, over the lanes that share `_ROWS` rows, their values of the lane's own row, `lane % _ROWS`."""

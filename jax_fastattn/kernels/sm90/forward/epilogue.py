@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from cutlass import Int32, Int64
+from cutlass import Int32, cute
 
 from jax_fastattn.kernels.device.mma import Accumulator
 from jax_fastattn.kernels.device.products import result_words
@@ -33,7 +33,6 @@ class ForwardOutput:
         """Stores the results of a tile of queries, of which `first_row` is the lane's first row."""
         call, softmax = self.call, self.softmax
         buffers, scalars, head_dim = call.buffers, call.scalars, call.spec.v_head_dim
-        nbytes = call.spec.result_nbytes * head_dim
         score = call.score.finish(tile.score_head)
         sums = LogSumExps(score, tile.queries, tile.bounds.query_end, tile.head, self.lane.column)
         rows = sums.store(buffers, scalars, first_row, ((softmax.maxima[i], softmax.sums[i]) for i in range(2)))
@@ -42,14 +41,16 @@ class ForwardOutput:
             means = RowMeans(tile.queries, tile.head, self.lane.column)
             means.store(buffers, scalars, first_row, ((softmax.moments[i], softmax.sums[i]) for i in range(2)))
 
-        def address(row: Int32) -> Int64:
-            return buffers.out.toint() + tile.queries.row_head(row, scalars.num_heads, tile.head) * nbytes
+        def rows_of(buffer: cute.Pointer, nbytes: int) -> RowStore:
+            return RowStore(
+                address=lambda row: buffer.toint() + tile.queries.row_head(row, scalars.num_heads, tile.head) * nbytes,
+                columns=head_dim,
+                row=first_row,
+                end=tile.queries.length,
+                quad_lane=self.lane.column // 2,
+                words=result_words(call.spec),
+            )
 
-        RowStore(
-            address=address,
-            columns=head_dim,
-            row=first_row,
-            end=tile.queries.length,
-            quad_lane=self.lane.column // 2,
-            words=result_words(call.spec),
-        ).store(self.out, rows)
+        rows_of(buffers.out, call.spec.result_nbytes * head_dim).store(self.out, rows)
+        if buffers.out_rests is not None:
+            rows_of(buffers.out_rests, head_dim).store_rests(self.out, rows)
