@@ -79,6 +79,7 @@ def attention(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike = 0,
     deterministic: bool = False,
+    precise_gradients: bool = False,
     dropout_rate: float | jax.Array = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -140,6 +141,10 @@ def attention(
             windows. Default: 0, `jax.nn`'s top-left alignment; S - T is FlashAttention's bottom-right. Run-time data.
         deterministic: whether gradients must be bitwise equal from run to run, and the bits of a row must not depend on
             the other entries of the batch, see docs/numerics.md. Holds in kernels. Default: False.
+        precise_gradients: whether dq and dk of peaked weights get the errors of ordinary weights, see
+            docs/numerics.md. If the call is differentiated, kernels in bfloat16 and float16 then keep a byte for each
+            element of the output from the forward to the backward pass, which reads it once. The output does not
+            change. Elsewhere the argument changes nothing. Default: False.
         dropout_rate: the probability with which an attention weight becomes 0; the others are divided by one minus it.
             A Python or NumPy number from 0 to 1, rounded to a multiple of 2^-15, or a `jax.Array` of shape `()`, traced
             or not, which is run-time data. The log-sum-exp does not change. Default: 0, no dropout.
@@ -190,6 +195,7 @@ def attention(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "precise_gradients": precise_gradients,
         "broadcast_dropout": broadcast_dropout,
         "score_mod": score_mod,
         "mask_mod": mask_mod,

@@ -51,6 +51,7 @@ class DenseOptions(DropoutOptions, total=False):
 class BatchedOptions(DenseOptions, total=False):
     """Keyword arguments of `attention`."""
 
+    precise_gradients: bool
     score_mod: ScoreMod | None
     mask_mod: MaskMod | BlockMask | None
 
@@ -66,6 +67,7 @@ class PackedOptions(DropoutOptions, total=False):
     """Keyword arguments of `attention_varlen`."""
 
     query_offset: int | ArrayLike | Literal["bottom_right"]
+    precise_gradients: bool
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
 

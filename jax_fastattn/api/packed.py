@@ -75,6 +75,7 @@ def attention_varlen(
     sinks: ArrayLike | None = None,
     query_offset: int | ArrayLike | Literal["bottom_right"] = 0,
     deterministic: bool = False,
+    precise_gradients: bool = False,
     dropout_rate: float | jax.Array = 0.0,
     dropout_key: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -99,8 +100,8 @@ def attention_varlen(
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
         query_offset: int or integers `[sequences]`, within each sequence. "bottom_right" makes the last query of each
             sequence stand at its last key. Default: 0, top-left.
-        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
-            as for `attention`; positions count from the start of each sequence.
+        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic,
+            precise_gradients: as for `attention`; positions count from the start of each sequence.
         dropout_rate, dropout_key, broadcast_dropout: as for `attention`, with one batch entry. The mask also depends
             on where each sequence begins; `dropout_mask` takes the boundaries.
         score_mod, mask_mod: as for `attention`; q and k count from the start of each sequence, and b is its number.
@@ -132,6 +133,7 @@ def attention_varlen(
         "return_residual": return_residual,
         "logits_soft_cap": logits_soft_cap,
         "deterministic": deterministic,
+        "precise_gradients": precise_gradients,
         "broadcast_dropout": broadcast_dropout,
         "score_mod": score_mod,
         "mask_mod": mask_mod,

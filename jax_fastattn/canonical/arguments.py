@@ -36,6 +36,7 @@ def resolve(
     implementation: Any = None,
     logits_soft_cap: Any = None,
     deterministic: Any = False,
+    precise_gradients: Any = False,
     score_mod: Program | None = None,
     mask_mod: Program | None = None,
     kept: tuple[Any, ...] = (),
@@ -62,6 +63,7 @@ def resolve(
         score_mod=score_mod,
         mask_mod=mask_mod,
         kept=kept,
+        precise_gradients=validation.check_flag("precise_gradients", precise_gradients),
     )
     return spec, operands
 

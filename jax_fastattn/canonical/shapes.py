@@ -22,6 +22,7 @@ _STATIC = (
     "implementation",
     "logits_soft_cap",
     "deterministic",
+    "precise_gradients",
     "broadcast_dropout",
 )
 # These are Python values or arrays, which differ in what is checked.

@@ -16,6 +16,7 @@ from jax_fastattn import ffi
 from jax_fastattn.kernels.arguments.precision import PRODUCTS_IN_WORDS, rule
 from jax_fastattn.kernels.choose import configured, forward_spec, kernel_spec, reads_pages
 from jax_fastattn.kernels.decode.config import DecodeConfig
+from jax_fastattn.kernels.sums.out_rests import describe_rests
 from jax_fastattn.kernels.support import (
     Reason,
     describe_kernels,
@@ -185,6 +186,7 @@ def _explain(problem: Problem, *, has_gradient: bool = True) -> Explanation:
     variant = _variant(problem, arch, has_gradient=has_gradient)
     found = Explanation("cuda", *kernels, variant, (), "", speed_note(arch))
     found = with_note(found, describe_portable_split(problem, arch))
+    found = with_note(found, describe_rests(problem.spec, problem.dtype))
     return with_note(found, describe_lists(problem, arch, has_gradient=has_gradient))
 
 
