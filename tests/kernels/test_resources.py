@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -319,6 +320,15 @@ def test_kernels_with_mean_keys_of_rows_fit(family: str, arch: str, head_dim: in
     forward_bytes = 8 if (arch, head_dim) == ("sm_80", 256) else 0
     allowed = MEANS_LOCAL_BYTES.get((arch, head_dim), 0) if op == "backward" else forward_bytes
     _assert_fits(spec, kept_resources(spec), allowed)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_with_rests_of_the_output_spill_nothing(dtype: Any, head_dim: int, op: Any) -> None:
+    dims = head_dim, head_dim
+    spec = configured(KernelSpec(op, "sm_90a", dtype, *dims, family="sm90", window_right=True, out_rests=True))
+    _assert_fits(spec, kept_resources(spec), 0)
 
 
 @pytest.mark.parametrize(("family", "arch"), [("sm90", "sm_90a"), ("sm80", "sm_80")])
