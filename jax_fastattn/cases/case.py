@@ -57,7 +57,7 @@ class Case:
         first: the first boundaries of packed queries and keys; rows before them are padding.
         sinks: "n" for one row, "bn" for one for each batch entry; None is absent.
         dlse: whether the log-sum-exp has a cotangent.
-        deterministic: as in `AttentionSpec`.
+        deterministic, precise_gradients: as in `AttentionSpec`.
         vmapped: whether the public call is a `jax.vmap` over calls without a batch axis.
         precision: the setting of `jax.default_matmul_precision` where the call is traced.
         draw: tells random draws apart that are equal otherwise, so that their arrays differ.
@@ -96,6 +96,7 @@ class Case:
     sinks: str | None = None
     dlse: bool = False
     deterministic: bool = False
+    precise_gradients: bool = False
     vmapped: bool = False
     precision: str = "default"
     draw: int | None = None
@@ -135,6 +136,7 @@ class Case:
             self.sinks and f"sinks_{self.sinks}",
             "dlse" if self.dlse else None,
             "deterministic" if self.deterministic else None,
+            "precise" if self.precise_gradients else None,
             _joined("scale", self.scale),
             "scale_array" if self.scale_is_array else None,
             _joined("offset", self.query_offset),
@@ -189,6 +191,7 @@ class Case:
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
             deterministic=self.deterministic,
+            precise_gradients=self.precise_gradients,
             precision=self.precision if self.dtype == "float32" else "default",
             present=self._avals().present(),
             mask_mod=self._mask_function()[0],

@@ -12,6 +12,7 @@ from jax_fastattn.kernels.architectures import H100_MULTIPROCESSORS
 from jax_fastattn.kernels.arguments.precision import head_dim_multiple
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, prepass_configs, prepass_spec
 from jax_fastattn.kernels.key import KernelSpec
+from jax_fastattn.kernels.sums.out_rests import with_kept_rests
 from jax_fastattn.kernels.support import tangent_reasons
 from jax_fastattn.layouts.packed_masks import problem_by_rows
 from jax_fastattn.ops.cuda.bias_gradient import backward_spec
@@ -26,12 +27,13 @@ def kernel_specs(cases: Iterable[Case], arch: str) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for case in cases:
         problem = problem_by_rows(_padded(case.problem()))
+        saving = with_kept_rests(problem)
         forward, asked = forward_spec(problem, arch), {"dlse": case.dlse, "dsinks": case.sinks is not None}
         dbias = case.bias is not None and not case.constant_bias
-        backward = backward_spec(problem, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
+        backward = backward_spec(saving, arch, **asked, dbias=dbias, multiprocessors=H100_MULTIPROCESSORS)
         configs = (*prepass_configs(forward), *prepass_configs(backward))
         prepasses = (prepass_spec(problem.spec, config, arch) for config in configs)
-        found |= dict.fromkeys((forward, backward, *prepasses))
+        found |= dict.fromkeys((forward, forward_spec(saving, arch), backward, *prepasses))
     return list(found)
 
 

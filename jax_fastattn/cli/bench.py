@@ -172,6 +172,7 @@ def _ours(case: Case, operands: Operands) -> Any:
         "logits_soft_cap": case.logits_soft_cap,
         "sinks": None if operands.sinks is None else operands.sinks[0],
         "deterministic": case.deterministic,
+        "precise_gradients": case.precise_gradients,
         "return_residual": case.dlse,
     }
     query, key, value = operands.query, operands.key, operands.value
@@ -210,6 +211,7 @@ def _jax_nn(case: Case, operands: Operands, implementation: Any) -> jax.Array:
         "packed": "packed sequences",
         "query_offset": "query offsets",
         "deterministic": "deterministic gradients",
+        "precise_gradients": "precise gradients",
         "dlse": "the gradient of the log-sum-exp",
     }
     asked = [text for name, text in absent.items() if getattr(case, name)]

@@ -64,6 +64,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         " or in another one, such as nts or bs/float32; others have size 1",
     )  # fmt: skip
     group.add_argument("--deterministic", action="store_true", help="deterministic=True")
+    group.add_argument("--precise-gradients", action="store_true", help="precise_gradients=True")
     group.add_argument("--packed", action="store_true", help="attention_varlen: the batch entries are packed")
     group.add_argument(
         "--with", dest="operands", nargs="+", action="extend", choices=WITH, default=[], metavar="NAME",
@@ -98,17 +99,19 @@ def layers(options: argparse.Namespace) -> dict[str, Case]:
     if options.packed and (names := [name for name in operands if name in ("bias", *_UNPACKED)]):
         raise UsageError(f"attention_varlen, and so --packed, has no {', '.join(names)}; leave out --packed or these")
     found = _models(options.model) if options.model else {"call": _own_shape(options)}
-    more = {"deterministic": options.deterministic, "precision": matmul_precision(jnp.dtype(options.dtype))}
-    return {name: dataclasses.replace(case, dtype=options.dtype, **more) for name, case in found.items()}
+    more = {name: getattr(options, name) for name in ("dtype", *_FLAGS)}
+    more |= {"precision": matmul_precision(jnp.dtype(options.dtype))}
+    return {name: dataclasses.replace(case, **more) for name, case in found.items()}
 
 
 def describes_call(options: argparse.Namespace) -> bool:
     """Returns whether any option describes a call."""
-    names = (*_OWN_SHAPE, "model", "deterministic", "packed", "bias", "operands", "batch", "length")
+    names = (*_OWN_SHAPE, "model", *_FLAGS, "packed", "bias", "operands", "batch", "length")
     return any(getattr(options, name) for name in names) or options.dtype != "bfloat16"
 
 
 _OWN_SHAPE = ("heads", "head_dim", "causal", "window", "soft_cap")
+_FLAGS = ("deterministic", "precise_gradients")
 
 
 def _models(names: list[str]) -> dict[str, Case]:
@@ -170,6 +173,7 @@ def describe(case: Case) -> str:
         None if case.scale is None else f"scale {case.scale:.4g}",
         None if case.logits_soft_cap is None else f"soft cap {case.logits_soft_cap:g}",
         "deterministic" if case.deterministic else None,
+        "precise gradients" if case.precise_gradients else None,
         *(name for name in case.spec().present if name not in ("query", "key", "value", "sequences")),
         "gradient of the log-sum-exp" if case.dlse else None,
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import AttentionSpec
+from jax_fastattn.spec import AttentionSpec, Problem
 
 _DTYPES = ("bfloat16", "float16")
 
@@ -22,6 +22,14 @@ def keeps_rests(call: AttentionSpec, dtype: str) -> bool:
     """Returns `AttentionSpec.keeps_rests` of a call that is differentiated."""
     has_kernels = call.ring is None and not call.is_part and call.implementation != "xla"
     return call.precise_gradients and has_kernels and dtype in _DTYPES
+
+
+def with_kept_rests(problem: Problem) -> Problem:
+    """Returns the problem of a call that is differentiated, as both of its passes have it."""
+    if not keeps_rests(problem.spec, problem.dtype):
+        return problem
+    present = (*problem.spec.present, "out_rests")
+    return replace(problem, spec=replace(problem.spec, keeps_rests=True, present=present))
 
 
 def with_rests(kernel: KernelSpec, call: AttentionSpec) -> KernelSpec:
