@@ -100,8 +100,9 @@ def attention_varlen(
         cu_seqlens_k: integers `[sequences + 1]`, the same for keys and values; lengths may differ from the queries'.
         query_offset: int or integers `[sequences]`, within each sequence. "bottom_right" makes the last query of each
             sequence stand at its last key. Default: 0, top-left.
-        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic,
-            precise_gradients: as for `attention`; positions count from the start of each sequence.
+        scale, is_causal, local_window_size, implementation, return_residual, logits_soft_cap, sinks, deterministic:
+            as for `attention`; positions count from the start of each sequence.
+        precise_gradients: as for `attention`.
         dropout_rate, dropout_key, broadcast_dropout: as for `attention`, with one batch entry. The mask also depends
             on where each sequence begins; `dropout_mask` takes the boundaries.
         score_mod, mask_mod: as for `attention`; q and k count from the start of each sequence, and b is its number.
