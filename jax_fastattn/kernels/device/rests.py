@@ -58,7 +58,7 @@ class Rests:
         """Returns a word whose second byte is the byte of a number, rounded and at most 127."""
         missing = 8 - SHIFTS[self.dtype]
         if missing:
-            # What rounds to an infinity, or to few bits, lies farther away. It has no rest.
+            # A number that rounds to an infinity, or to few bits, is farther from it. It has no rest.
             half = 1 << 15 - missing
             is_near = Boolean((distance >= -half) & (distance <= half))
             distance = ptx.where(is_near, distance, Int32(0)) << missing

@@ -3,8 +3,8 @@
 """The gradient of a head's number by the portable backward kernel: a product of dS with the mean keys of rows.
 
 `sums/row_means.py` says why the gradient is a slope times the sum of dS (key - mean key). A warp has dS^T of a tile in
-registers, as the left factor of dK. One more block of 8 columns of the right factor gives the sum of dS of each key,
-and that of dS times the mean key. A tile's sums start at 0 and join the sums of a head in float32, since tensor cores
+registers, as the left factor of dK. One more block of 8 columns of the right factor gives two sums for each key, of dS
+and of dS times the mean key. A tile's sums start at 0 and join the sums of a head in float32, since tensor cores
 truncate their sums. XLA adds up the keys: the same bits in every run.
 """
 
