@@ -259,12 +259,6 @@ def store_global_pair(address: Int64, low: Float32, high: Float32, *, loc: Any =
 
 
 @dsl_user_op
-def load_global_words(address: Int64, *, loc: Any = None, ip: Any = None) -> Registers:
-    """Loads 8 bytes."""
-    return asm("ld.global.v2.b32 {$0, $1}, [$2];", "rr", "l", [address], True, loc, ip)
-
-
-@dsl_user_op
 def store_shared_pair(address: Int32, low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Stores two float32."""
     asm("st.shared.v2.f32 [$0], {$1, $2};", "", "rff", [address, low, high], True, loc, ip)

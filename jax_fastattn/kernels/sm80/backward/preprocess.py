@@ -211,5 +211,5 @@ class PreprocessKernel:
         if rows.out_rests is None:
             return None
         at = Int64(index) * (Int64(rows.heads) * self.spec.v_head_dim) + Int64(column * CHUNK)
-        loaded = ptx.load_global_words(rows.out_rests + ptx.where(valid, at, Int64(0)))
+        loaded = ptx.load_constant_pair(rows.out_rests + ptx.where(valid, at, Int64(0)))
         return [ptx.where(valid, x, Int32(0)) for x in loaded]

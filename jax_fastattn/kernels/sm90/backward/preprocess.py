@@ -339,7 +339,7 @@ class PreprocessKernel:
         if buffers.out_rests is None:
             return None
         at = rows.before + Int64(cutlass.min(row, rows.last)) * rows.num_heads
-        return ptx.load_global_words(buffers.out_rests.toint() + at * self.spec.v_head_dim + Int64(chunk * CHUNK))
+        return ptx.load_constant_pair(buffers.out_rests.toint() + at * self.spec.v_head_dim + Int64(chunk * CHUNK))
 
     def _own(self, values: list[Float32], lane: Int32) -> Float32:
         """Adds up, over the lanes that share `_ROWS` rows, their values of the lane's own row, `lane % _ROWS`."""
