@@ -79,6 +79,11 @@ def features_of(case: Case) -> set[str]:
     return {name for name in FEATURES if has[name]}
 
 
+def number(case: Case, of: str = "") -> int:
+    """Returns a number that a draw has for a purpose, whether it asks for precise gradients or not."""
+    return zlib.crc32(f"{of}{dataclasses.replace(case, precise_gradients=False)}".encode())
+
+
 def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case]:
     """Returns `count` random calls, the first of each kind, then the second of each, and so on.
 
@@ -86,12 +91,13 @@ def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case
         seed: fixes the kinds and the draws.
         count: the number of calls.
         kinds: the number of kinds. No combination comes twice before every one has come once, and every option of a
-            feature is as frequent as the others.
+            feature is as frequent as the others. One call in three asks for precise gradients.
         sizes: what kinds may take.
     """
     random = np.random.default_rng(seed)
     found = _kinds(random, kinds, sizes)
-    return [_draw(random, found[i % kinds], i, sizes) for i in range(count)]
+    calls = [_draw(random, found[i % kinds], i, sizes) for i in range(count)]
+    return [dataclasses.replace(case, precise_gradients=i % 3 == 0) for i, case in enumerate(calls)]
 
 
 def emulated_draws(seed: int, count: int) -> list[Case]:
@@ -246,7 +252,7 @@ def _packed(random: np.random.Generator, kind: Case, sizes: Sizes) -> dict[str, 
 
 def keys_of(case: Case) -> jax.Array:
     """Returns the keys of the operands of a case, and of its cotangents."""
-    return jax.random.split(jax.random.key(zlib.crc32(str(case).encode())))
+    return jax.random.split(jax.random.key(number(case)))
 
 
 def inputs(case: Case) -> tuple[AttentionSpec, Operands, jax.Array, jax.Array | None]:

@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 
 import jax.numpy as jnp
 
 from jax_fastattn import dropout
 from jax_fastattn.cases.case import Case
 from jax_fastattn.spec import AttentionSpec, Operands
+from testing.combinations import number
 
 _RATES = (0.1, 0.3, 0.6)
 
 
 def has_random_dropout(case: Case) -> bool:
     """Returns whether `with_random_dropout` adds dropout: to a third of the calls."""
-    return _number(case) % 3 == 0
+    return number(case, "dropout of ") % 3 == 0
 
 
 def with_few_queries(case: Case) -> Case:
@@ -27,10 +27,10 @@ def with_few_queries(case: Case) -> Case:
     Kernels for few queries have no dropout, so other kernels take these calls.
     """
     has_rows = case.packed or case.documents or case.segments or case.spelled or case.bias_spelled
-    if not has_random_dropout(case) or has_rows or _number(case) // 12 % 4:
+    if not has_random_dropout(case) or has_rows or number(case, "dropout of ") // 12 % 4:
         return case
     lengths = case.query_seq_lengths
-    for count in range(1 + _number(case) // 48 % 8, 17):
+    for count in range(1 + number(case, "dropout of ") // 48 % 8, 17):
         clipped = None if lengths is None else tuple(min(x, count) for x in lengths)
         few = dataclasses.replace(case, query_length=count, query_seq_lengths=clipped)
         if has_random_dropout(few):
@@ -46,13 +46,8 @@ def with_random_dropout(case: Case, spec: AttentionSpec, operands: Operands) -> 
     """
     if not has_random_dropout(case) or (operands.is_packed and spec.mask_mod is not None):
         return spec, operands
-    number = _number(case) // 3
-    heads = (operands.query.shape[0], operands.query.shape[2]) if number % 2 else (1, 1)
-    words = jnp.array([number % 1000, 7], jnp.uint32)
-    operands = operands._replace(dropout=dropout.numbers(words, _RATES[number % len(_RATES)], *heads))
+    found = number(case, "dropout of ") // 3
+    heads = (operands.query.shape[0], operands.query.shape[2]) if found % 2 else (1, 1)
+    words = jnp.array([found % 1000, 7], jnp.uint32)
+    operands = operands._replace(dropout=dropout.numbers(words, _RATES[found % len(_RATES)], *heads))
     return dataclasses.replace(spec, present=operands.present()), operands
-
-
-def _number(case: Case) -> int:
-    """Returns a number that depends on all of a case."""
-    return zlib.crc32(f"dropout of {case}".encode())

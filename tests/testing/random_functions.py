@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Collection
 from typing import Any
 
@@ -19,14 +18,14 @@ from jax_fastattn.cases.mask_functions import mask_function
 from jax_fastattn.kernels.support import gradient_reasons
 from jax_fastattn.programs.analysis import is_wild
 from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Operands, Problem
-from testing.combinations import keys_of
+from testing.combinations import keys_of, number
 from testing.compare import Results
 from testing.score_functions import random_score
 
 
 def has_random_score(case: Case) -> bool:
     """Returns whether `with_random_score` adds a `score_mod`: to half of the calls."""
-    return zlib.crc32(str(case).encode()) // 2 % 2 == 1
+    return number(case) // 2 % 2 == 1
 
 
 def with_random_score(case: Case, spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
@@ -35,7 +34,7 @@ def with_random_score(case: Case, spec: AttentionSpec, operands: Operands) -> tu
         return spec, operands
     sizes: Any = {name: case.shape[name] for name in "BNTS"}
     entries = case.shape | ({} if case.packed is None else {"B": len(case.packed[0])})
-    score, mask = random_score(np.random.default_rng(zlib.crc32(str(case).encode())), entries), None
+    score, mask = random_score(np.random.default_rng(number(case)), entries), None
     rows = None if operands.sequences is None else packed_rows(operands.sequences[0], (sizes["T"], sizes["S"]))
     if case.mask_mod is not None:
         captured = case.captured(keys_of(case)[0])

@@ -24,6 +24,7 @@ from testing.random_dropout import with_few_queries, with_random_dropout
 from testing.random_functions import assert_planes_are_close, with_a_plane, with_random_score
 
 from jax_fastattn.cases.case import Case
+from jax_fastattn.kernels.sums.out_rests import keeps_rests
 from jax_fastattn.kernels.support import tangent_reasons
 from jax_fastattn.ops.cuda import passes as cuda
 from jax_fastattn.ops.cuda import tangents as cuda_tangents
@@ -59,10 +60,13 @@ def check(case: Case, arch: str, *, has_gradients: bool = True) -> None:
         poisoned, dout, dlse = poison(spec, operands, *cotangents, turn=turn)
         with pytest.MonkeyPatch.context() as patch:
             emulated_ops.emulate(patch, arch, emulated_ops.bind)
-            out, lse = cuda.forward(spec, poisoned)
+            keeps = has_gradients and keeps_rests(spec, case.dtype)
+            out, lse, *rests = cuda.forward(dataclasses.replace(spec, keeps_rests=keeps), poisoned)
             if not has_gradients:
                 return Results(out, lse)
-            gradients = cuda.backward(spec, poisoned, out, lse, dout, dlse, names)
+            taken = poisoned._replace(out_rests=rests[0]) if keeps else poisoned
+            saved = dataclasses.replace(spec, present=taken.present())
+            gradients = cuda.backward(saved, taken, out, lse, dout, dlse, names)
         if gradients.bias is not None and poisoned.bias is not None:
             gradients = gradients._replace(bias=gradients.bias.astype(poisoned.bias.dtype))
         return Results.of(out, lse, gradients)
