@@ -193,12 +193,14 @@ def prepare(arch: str, seeds: Iterable[int], processes: int) -> None:
     from jax_fastattn.cases.kernels import kernel_specs
     from jax_fastattn.kernels.choose import configured
     from jax_fastattn.kernels.key import KernelSpec
+    from jax_fastattn.kernels.support import unsupported_reasons
 
     cases = [*GPU_CASES, *BIASES.values(), *LONG_ROWS, *wild_draws(), *test_gpu.model_calls()]
     for seed in seeds:
         cases += draws.packed_draws(seed, test_gpu.DRAWS, test_gpu.KINDS, **test_gpu.CHOICES)
         cases += draws.wild_draws(seed, test_gpu.WILD_DRAWS, test_gpu.WILD_KINDS, **test_gpu.CHOICES)
         cases += test_gpu.combined_draws(seed)
+    cases = [case for case in cases if not unsupported_reasons(case.problem(), arch)]
     specs: dict[KernelSpec, None] = dict.fromkeys(kernel_specs(cases, arch))
     more = [*(FEW_QUERIES[name] for name in FEW), *FLOAT32.values()]
     sanitized = kernel_specs([*more, *(case for case in [*GPU_CASES, *BIASES.values()] if str(case) in CASES)], arch)

@@ -120,19 +120,9 @@ class Row:
         return found
 
     def draw(self) -> dict[str, jax.Array]:
-        def one(name: str, x: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-            if name == "key_value_seq_lengths":
-                return jnp.full(x.shape, self.seen, x.dtype)
-            if name == "mask":
-                return jax.random.bernoulli(key, 0.9, x.shape)
-            return jax.random.normal(key, x.shape, x.dtype)
-
         shapes = self.shapes()
         keys = jax.random.split(jax.random.key(2026), len(shapes))
-        return {
-            name: jax.jit(one, static_argnums=(0, 1))(name, x, k)
-            for k, (name, x) in zip(keys, shapes.items(), strict=True)
-        }
+        return {name: _drawn(name, x, self.seen, k) for k, (name, x) in zip(keys, shapes.items(), strict=True)}
 
     def program(self, implementation: str, mode: str) -> Any:
         """The function of the arrays, which is timed, since JAX calls it in C++; and its compiled program."""
@@ -153,6 +143,15 @@ class Row:
 
         function = jax.jit(with_precision)
         return function, function.lower(self.shapes()).compile()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _drawn(name: str, x: jax.ShapeDtypeStruct, seen: int | None, key: jax.Array) -> jax.Array:
+    if name == "key_value_seq_lengths":
+        return jnp.full(x.shape, seen, x.dtype)
+    if name == "mask":
+        return jax.random.bernoulli(key, 0.9, x.shape)
+    return jax.random.normal(key, x.shape, x.dtype)
 
 
 def _cpu_rows(*lengths: int, head_dim: int = 64, **more: Any) -> dict[str, Row]:
@@ -183,7 +182,7 @@ _SQUARE = {
 def _float32(precision: str | None, length: int, head_dim: int, *, is_causal: bool, **more: Any) -> dict[str, Row]:
     """One row of 16 query heads, by its name. With "highest" there is no kernel."""
     found = Row(4, 16, length, head_dim, "float32", is_causal=is_causal, precision=precision)
-    found = replace(found, implementations=_GPU_IMPLEMENTATIONS[precision == "highest" :], **more)
+    found = replace(found, implementations=(OUR_XLA if precision == "highest" else KERNELS, THEIRS), **more)
     size = f"{length // 1024}k" if length >= 1024 else f"{length}"
     groups = f"-k{found.kv_heads}" if found.kv_heads else ""
     mask = "causal" if is_causal else "full"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,7 @@ def _arrays(case: Masked) -> list[jax.Array]:
     return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) -> dict[str, Any]:
+def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: Collection[str]) -> dict[str, Any]:
     """Returns the record of a case."""
     *qkv, dout = _arrays(case)
     ids = case.ids()
@@ -197,10 +197,10 @@ def measure(case: Masked, rounds: int, measurement_ms: float, *, peers: bool) ->
     kinds["mask_mod"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids)}, ids)
     kinds["kept"] = lambda: by(lambda mask: {"mask_mod": mask}, make(ids)) | {"lists": functools.partial(make, ids)}
     kinds["lists"] = lambda: {name: lists_of(name) for name in ("forward", "backward")}
-    if peers:
-        if case.length <= 8192:
-            kinds["xla"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids), "implementation": "xla"}, ids)
-        kinds |= {"fa4": functools.partial(of_fa4, case), "flex": functools.partial(of_torch, case)}
+    if "xla" in peers and case.length <= 8192:
+        kinds["xla"] = lambda: by(lambda ids: {"mask_mod": case.mod(ids), "implementation": "xla"}, ids)
+    others = {"fa4": functools.partial(of_fa4, case), "flex": functools.partial(of_torch, case)}
+    kinds |= {name: make for name, make in others.items() if name in peers}
     programs, errors = turns.programs_of(kinds, PEERS)
 
     def elapsed(name: str, count: int) -> float:
@@ -218,14 +218,14 @@ def _has_flag(name: str, ms: dict[str, float]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     parser = turns.parser(__doc__, CASES, rounds=7)
-    parser.add_argument("--no-peers", action="store_true", help="leave the XLA path, fa4-jax and FlexAttention out")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="which peers (default: all)")
     options = parser.parse_args(argv)
 
     def words(found: dict[str, Any]) -> str:
         return " ".join(f"{key} {x:.2f}" for key, x in found["shares"].items())
 
     def of_case(name: str) -> dict[str, Any]:
-        return measure(CASES[name], options.rounds, options.measurement_ms, peers=not options.no_peers)
+        return measure(CASES[name], options.rounds, options.measurement_ms, peers=options.peers)
 
     turns.record_cases(options, {}, of_case, words)
 

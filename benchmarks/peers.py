@@ -181,6 +181,7 @@ def compiled_fa2(*arguments: Any) -> Any:
 IMPLEMENTATIONS = {
     "jax_fastattn": Implementation("jax_fastattn", "jax_fastattn", ours),
     "jax_fastattn-deterministic": Implementation("jax_fastattn", "jax_fastattn", partial(ours, deterministic=True)),
+    "jax_fastattn-precise": Implementation("jax_fastattn", "jax_fastattn", partial(ours, precise_gradients=True)),
     "jax_fastattn-xla": Implementation("jax_fastattn", "jax_fastattn", partial(ours, implementation="xla")),
     "jax.nn-cudnn": Implementation("jax", "jax", partial(jax_nn, implementation="cudnn")),
     "jax.nn-xla": Implementation("jax", "jax", partial(jax_nn, implementation="xla")),

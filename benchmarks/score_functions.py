@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,10 +191,10 @@ def with_few_stages(case: Scored, found: dict[str, Any], name: str, *, different
     raise AssertionError
 
 
-PEERS = ("xla", "xla gradient", "same gradient", "flex", "flex gradient")
+PEERS = ("xla", "same", "flex")
 
 
-def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> dict[str, Any]:
+def measure(name: str, rounds: int, measurement_ms: float, *, peers: Collection[str]) -> dict[str, Any]:
     """Returns the record of a case."""
     case = CASES[name]
     stages: dict[str, int | None] = {}
@@ -213,15 +213,17 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
         kinds["same"] = lambda: ours(case, functools.partial(same, case), differentiates=False)
     if name in CAPTURING:
         kinds["gradient"] = lambda: ours(case, function, differentiates=True)
-    if peers:
-        kinds["xla"] = lambda: ours(case, by_xla, differentiates=False)
-        kinds["flex"] = lambda: with_few_stages(case, stages, "flex", differentiates=False)
-    if peers and name in CAPTURING:
-        kinds["xla gradient"] = lambda: ours(case, by_xla, differentiates=True)
-        kinds["flex gradient"] = lambda: with_few_stages(case, stages, "flex gradient", differentiates=True)
+    others: dict[str, Callable[[], dict[str, Program]]] = {
+        "xla": lambda: ours(case, by_xla, differentiates=False),
+        "flex": lambda: with_few_stages(case, stages, "flex", differentiates=False),
+    }
+    if name in CAPTURING:
+        others["xla gradient"] = lambda: ours(case, by_xla, differentiates=True)
+        others["flex gradient"] = lambda: with_few_stages(case, stages, "flex gradient", differentiates=True)
         if same is not None:
-            kinds["same gradient"] = lambda: ours(case, functools.partial(same, case), differentiates=True)
-    programs, errors = turns.programs_of(kinds, PEERS)
+            others["same gradient"] = lambda: ours(case, functools.partial(same, case), differentiates=True)
+    kinds |= {kind: make for kind, make in others.items() if kind.split()[0] in peers}
+    programs, errors = turns.programs_of(kinds, others)
 
     def elapsed(name: str, count: int) -> float:
         return (torch_ms if name.startswith("flex") else elapsed_ms)(programs[name], count)
@@ -240,14 +242,14 @@ def measure(name: str, rounds: int, measurement_ms: float, *, peers: bool) -> di
 
 def main(argv: list[str] | None = None) -> None:
     parser = turns.parser(__doc__, CASES, rounds=6)
-    parser.add_argument("--no-peers", action="store_true", help="leave the XLA path and FlexAttention out")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="which peers (default: all)")
     options = parser.parse_args(argv)
 
     def words(found: dict[str, Any]) -> str:
         return " ".join(f"{key} {x:.3f}" for key, x in found["speed of plain"].items())
 
     def of_case(name: str) -> dict[str, Any]:
-        return measure(name, options.rounds, options.measurement_ms, peers=not options.no_peers)
+        return measure(name, options.rounds, options.measurement_ms, peers=options.peers)
 
     turns.record_cases(options, {}, of_case, words)
 

@@ -30,7 +30,7 @@ def test_a_record_has_times_and_shares(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(mask_functions, "CASES", cases)
     output = tmp_path / "record.json"
     quick = ["--rounds", "1", "--measurement-ms", "0.1", "--commit", "0" * 40]
-    mask_functions.main(["--no-peers", "--output", str(output), *quick])
+    mask_functions.main(["--peers", "--output", str(output), *quick])
     found = json.loads(output.read_text())["cases"]
     modes = [f"{kind} {mode}" for kind in ("mask_mod", "kept") for mode in ("forward", "backward", "both")]
     lists = {"kept lists", "lists forward", "lists backward"}

@@ -33,7 +33,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_record(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
-    options = ["--rounds", "2", "--measurement-ms", "0.1", "--no-peers", "--commit", "0" * 40]
+    options = ["--rounds", "2", "--measurement-ms", "0.1", "--peers", "--commit", "0" * 40]
     score_functions.main(["--cases", "alibi", "distances", "--output", str(output), *options])
     found = json.loads(output.read_text())["cases"]
     assert {*found["alibi"]["speed of plain"]} == {
