@@ -192,11 +192,15 @@ def _float32(precision: str | None, length: int, head_dim: int, *, is_causal: bo
 def _float32_rows() -> dict[str, Row]:
     """The settings that differ on a GPU, with lengths, head dims and groups."""
     found: dict[str, Row] = {}
-    for precision, is_causal in itertools.product((None, "tensorfloat32", *PRESETS), (False, True)):
-        for length, head_dim in ((1024, 64), (1024, 128), (4096, 64), (4096, 128), (512, 128), (1024, 256)):
-            found |= _float32(precision, length, head_dim, is_causal=is_causal)
-        found |= _float32(precision, 8192, 128, is_causal=is_causal, batch=1)
-        found |= _float32(precision, 4096, 128, is_causal=is_causal, kv_heads=4)
+    for is_causal in (False, True):
+        for precision in (None, "tensorfloat32", *PRESETS):
+            for head_dim in (64, 128):
+                found |= _float32(precision, 4096, head_dim, is_causal=is_causal)
+        for precision in (None, "tensorfloat32"):
+            for length, head_dim in ((1024, 64), (1024, 128), (512, 128), (1024, 256)):
+                found |= _float32(precision, length, head_dim, is_causal=is_causal)
+            found |= _float32(precision, 8192, 128, is_causal=is_causal, batch=1)
+            found |= _float32(precision, 4096, 128, is_causal=is_causal, kv_heads=4)
     return found
 
 
