@@ -15,7 +15,7 @@ from jax_fastattn.canonical.packed import packed_rows
 from jax_fastattn.canonical.programs import programs
 from jax_fastattn.cases.case import Case
 from jax_fastattn.cases.mask_functions import mask_function
-from jax_fastattn.kernels.support import gradient_reasons
+from jax_fastattn.kernels.support import gradient_reasons, summed_plane
 from jax_fastattn.programs.analysis import is_wild
 from jax_fastattn.spec import DIFFERENTIABLE, PLANES, AttentionSpec, Operands, Problem
 from testing.combinations import keys_of, number
@@ -58,6 +58,8 @@ def with_a_plane(problem: Problem, names: Collection[str], turn: int) -> tuple[s
         turn: which plane comes first, of those that have a gradient.
     """
     planes = [x for x in problem.spec.present if x in PLANES and x in DIFFERENTIABLE]
+    # A `mask_mod` has no gradients for what it reads.
+    planes = [x for x in planes if summed_plane(problem, (x,)) is not None]
     found = [x for x in planes if not gradient_reasons(problem, (*names, x))]
     return (*names, found[turn % len(found)]) if found else tuple(names)
 

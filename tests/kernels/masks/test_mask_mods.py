@@ -22,6 +22,7 @@ from resources import kept_resources
 
 from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
+from jax_fastattn.kernels import choose
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, list_sizes, prepass_spec
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
@@ -72,9 +73,9 @@ def draw(head_dim: int = 8) -> list[jax.Array]:
     return [jnp.asarray(random.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
 
-def results(**options: Any) -> list[np.ndarray]:
+def results(arrays: list[jax.Array] | None = None, **options: Any) -> list[np.ndarray]:
     """Returns output, log-sum-exp and gradients of an emulated call."""
-    spec, operands = canonicalize(*draw(64), deterministic=True, **options)
+    spec, operands = canonicalize(*(arrays or draw(64)), deterministic=True, **options)
     out, lse = cuda.forward(spec, operands)
     gradients = cuda.backward(spec, operands, out, lse, jnp.ones_like(out), None)
     return [np.asarray(x) for x in (out, lse, gradients.query, gradients.key, gradients.value)]
@@ -193,11 +194,27 @@ def test_a_function_gives_the_bits_of_a_mask_and_of_the_flag(arch: str, monkeypa
             np.testing.assert_array_equal(x, z)
 
 
+def test_long_calls_of_a_function_have_the_bits_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles of long calls at head dim 64, where a warpgroup of three may see all of an edge tile of the CTA."""
+    emulated_ops.emulate(monkeypatch, "sm_90a")
+    monkeypatch.setattr(choose, "SHORT_LENGTH", 0)
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal((1, 320, 1, 64)), jnp.bfloat16) for _ in range(3)]
+    by_function, by_flag = results(arrays, mask_mod=MODS["causal"]), results(arrays, is_causal=True)
+    for i, (x, y) in enumerate(zip(by_function, by_flag, strict=True)):
+        if i != 2:
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [300, 2176, 8192])
 def test_kernels_of_a_function_add_as_with_the_flag(length: int, head_dim: int, arch: str) -> None:
-    """Tiles and the order of heads; without `deterministic` Hopper's order of heads in groups may differ."""
+    """Tiles and the order of heads; without `deterministic` Hopper's order of heads in groups may differ.
+
+    Of a forward pass the tiles of keys count, and that a CTA of a list has no more queries than they have keys: then a
+    tile that has keys past the diagonal has some for each warpgroup.
+    """
     for kv_heads, deterministic in ((1, True), (2, True), (4, True), (4, False)):
         arrays = [jnp.zeros((2, length, n, head_dim), jnp.bfloat16) for n in (4, kv_heads, kv_heads)]
 
@@ -206,7 +223,9 @@ def test_kernels_of_a_function_add_as_with_the_flag(length: int, head_dim: int, 
             problem = Problem.of(spec, operands)
             return [kernel_spec(problem, "backward", arch).config, forward_spec(problem, arch).config]
 
-        assert configs(mask_mod=MODS["causal"]) == configs(is_causal=True)
+        (backward, forward), (wanted, flagged) = configs(mask_mod=MODS["causal"]), configs(is_causal=True)
+        assert backward == wanted and forward.keys == flagged.keys
+        assert 64 * forward.warpgroups <= forward.keys if arch == "sm_90a" else forward == flagged
 
 
 @pytest.mark.slow
