@@ -3,18 +3,25 @@
 """What rounding to 16 bits has taken from a number: the next 8 bits, as a signed byte.
 
 Both the float32 and its rounding are read as integers. In that order neighbors of the 16-bit dtype are 2^16 or 2^13
-apart, and the rounding is at most half of that away. The byte has the distance in 256ths of it, rounded to nearest.
+apart, and the rounding is at most half of that away. The byte is the distance in 256ths of it, rounded down. As the
+rounding ends in zeros, the byte is a part of the float32, and to make it is to move it.
+
+Two things are left to the reader. Where the byte is -128 and the rounding is even, the number may have been a tie of
+two neighbors, rounded down or up. And float16 has fewer bits where numbers are subnormal, and none where they are
+infinite. In these cases the byte is not added.
 """
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from jax_fastattn.kernels.device import ptx
 
 # By how many bits a byte is shifted where it is added to the bits of a number.
 SHIFTS = {"bfloat16": 8, "float16": 5}
+
+# The bits of the least and the greatest float16 that have all bits of the dtype.
+_LEAST, _MOST = 0x38800000, 0x477FE000
 
 # These make the signed 16 bits of byte i of a word, with zeros below it.
 _SIGNED = [0x4 | i << 4 | (i | 8) << 8 | (i | 8) << 12 for i in range(4)]
@@ -48,21 +55,11 @@ class Rests:
 
     dtype: str
 
-    def word(self, numbers: list[Float32], near: list[Float32]) -> Int32:
-        """Returns the bytes of four numbers, the first one in the lowest byte, given what they are rounded to."""
-        scaled = [self._scaled(ptx.bits(x) - ptx.bits(y)) for x, y in zip(numbers, near, strict=True)]
+    def word(self, numbers: list[Float32]) -> Int32:
+        """Returns the bytes of four numbers, the first one in the lowest byte."""
+        scaled = [ptx.bits(x) << 8 - SHIFTS[self.dtype] for x in numbers]
         low, high = (ptx.permute(scaled[i], scaled[i + 1], 0x0051) for i in (0, 2))
         return ptx.permute(low, high, 0x5410)
-
-    def _scaled(self, distance: Int32) -> Int32:
-        """Returns a word whose second byte is the byte of a number, rounded and at most 127."""
-        missing = 8 - SHIFTS[self.dtype]
-        if missing:
-            # A number that rounds to an infinity, or to few bits, is farther from it. It has no rest.
-            half = 1 << 15 - missing
-            is_near = Boolean((distance >= -half) & (distance <= half))
-            distance = ptx.where(is_near, distance, Int32(0)) << missing
-        return Int32(cutlass.min(distance + 0x80, Int32(0x7FFF)))
 
     def add(self, numbers: list[Float32], words: list[Int32], first: int) -> list[Float32]:
         """Returns numbers with their bytes added.
@@ -74,6 +71,15 @@ class Rests:
         """
         found = []
         for i, x in enumerate(numbers, first):
-            rest = ptx.permute(words[i // 4], Int32(0), _SIGNED[i % 4])
-            found.append(ptx.from_bits(ptx.bits(x) + (rest >> 8 - SHIFTS[self.dtype])))
+            rest = ptx.permute(words[i // 4], Int32(0), _SIGNED[i % 4]) >> 8 - SHIFTS[self.dtype]
+            found.append(ptx.from_bits(ptx.bits(x) + ptx.where(self._is_known(x, rest), rest, Int32(0))))
         return found
+
+    def _is_known(self, number: Float32, rest: Int32) -> Boolean:
+        """Returns whether a number that is rounded to this one has this rest, next to no other."""
+        last = 8 + SHIFTS[self.dtype]  # which bit is the last one of the rounding
+        is_tie = Boolean((rest == -(1 << last - 1)) & ((ptx.bits(number) & 1 << last) == 0))
+        if self.dtype == "bfloat16":
+            return ~is_tie
+        size = ptx.bits(number) & 0x7FFFFFFF
+        return Boolean((size >= _LEAST) & (size <= _MOST) & ~is_tie)

@@ -37,9 +37,7 @@ class ResultRow(NamedTuple):
 
     def rests(self, elements: list[Float32], words: Native) -> Int32:
         """Returns the bytes that rounding takes from four elements of the row."""
-        numbers = [self._scaled(x) for x in elements]
-        near = [words.numbers(words.pair(*numbers[i : i + 2])) for i in (0, 2)]
-        return Rests(words.dtype).word(numbers, [*near[0], *near[1]])
+        return Rests(words.dtype).word([self._scaled(x) for x in elements])
 
     def _scaled(self, x: Float32) -> Float32:
         return x if self.factor is None else x * self.factor
