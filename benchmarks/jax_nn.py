@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import itertools
 import json
 import os
 import statistics

@@ -44,7 +44,12 @@ def test_tangents(case: Case, family: str, monkeypatch: pytest.MonkeyPatch) -> N
     first, second = (_by_kernels(call, *hidden) for _ in range(2))
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(x, y)
-    tangents.assert_within_budget(first, spec, operands, moved)
+    tangents.assert_within_budget(first, spec, operands, moved, rough_cap=family == "own" and _has_rough_cap(case))
+
+
+def _has_rough_cap(case: Case) -> bool:
+    """Returns whether Hopper kernels take the approximate tanh of the GPU for a soft cap."""
+    return case.logits_soft_cap is not None and case.sinks is None and case.dtype != "float32"
 
 
 def _by_kernels(spec: AttentionSpec, operands: Operands, moved: tangents.Moved) -> Any:

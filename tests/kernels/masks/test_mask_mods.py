@@ -195,7 +195,7 @@ def test_a_function_gives_the_bits_of_a_mask_and_of_the_flag(arch: str, monkeypa
 
 
 def test_long_calls_of_a_function_have_the_bits_of_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tiles of long calls at head dim 64, where a warpgroup of three may see all of an edge tile of the CTA."""
+    """With the tiles of long calls at head dim 64, where one warpgroup may see all of an edge tile of its CTA."""
     emulated_ops.emulate(monkeypatch, "sm_90a")
     monkeypatch.setattr(choose, "SHORT_LENGTH", 0)
     random = np.random.default_rng(0)
