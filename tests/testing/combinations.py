@@ -91,13 +91,14 @@ def combined_draws(seed: int, count: int, kinds: int, sizes: Sizes) -> list[Case
         seed: fixes the kinds and the draws.
         count: the number of calls.
         kinds: the number of kinds. No combination comes twice before every one has come once, and every option of a
-            feature is as frequent as the others. One call in three asks for precise gradients.
+            feature is as frequent as the others. Every third kind asks for precise gradients.
         sizes: what kinds may take.
     """
     random = np.random.default_rng(seed)
     found = _kinds(random, kinds, sizes)
     calls = [_draw(random, found[i % kinds], i, sizes) for i in range(count)]
-    return [dataclasses.replace(case, precise_gradients=i % 3 == 0) for i, case in enumerate(calls)]
+    # A kind has one set of kernels.
+    return [dataclasses.replace(case, precise_gradients=i % kinds % 3 == 0) for i, case in enumerate(calls)]
 
 
 def emulated_draws(seed: int, count: int) -> list[Case]:
