@@ -143,6 +143,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", dest="draws", action="store_const", const=list(ROWS), help="draws by row")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/accuracy-<date>-<gpu>.json")
     parser.add_argument("--report", action="store_true", help="write tables and plots of all records, measure nothing")
+    parser.add_argument("--arch", help="what a Hopper GPU counts as: sm_90-a100, sm_90-rtx or sm_90 (portable kernels)")
     parser.add_argument("--commit", help="to record, where this is not a git checkout")
     return parser.parse_args(argv)
 
@@ -152,23 +153,28 @@ def main(argv: list[str] | None = None) -> None:
     if options.report:
         write(PAGE, RESULTS)
         return
+    if options.arch:
+        from testing.borrow import borrow  # tests are importable since `run` is imported
+
+        borrow(options.arch)
     if len(options.implementations) > 1:
-        found = _apart(options.implementations, options.draws)
+        found = _apart(options.implementations, options.draws, options.arch)
     else:
         found = measured(options.implementations[0], options.draws)
-    record = {"benchmark": "accuracy", "errors": found} | describe_run(options.commit)
-    output = options.output or RESULTS / f"accuracy-{record['date'][:10]}-{slug(record['gpu'])}.json"
+    record = {"benchmark": "accuracy", "errors": found} | describe_run(options.commit) | {"arch": options.arch}
+    parts = [record["date"][:10], slug(record["gpu"]), options.arch]
+    output = options.output or RESULTS / f"accuracy-{'-'.join(filter(None, parts))}.json"
     output.write_text(json.dumps(record, indent=1) + "\n")
     if len(options.implementations) > 1:
         print(*(table(record, kind) for kind in kinds(record)), f"the record is {output}", sep="\n\n")
 
 
-def _apart(names: list[str], draws: list[str]) -> dict[str, dict[str, Any]]:
+def _apart(names: list[str], draws: list[str], arch: str | None) -> dict[str, dict[str, Any]]:
     """Returns the errors by draw and implementation, which processes of their own measure."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder, f"{i}.json") for i, name in enumerate(names)}
-        command = [sys.executable, __file__, "--commit", "none", "--draws", *draws]
+        command = [sys.executable, __file__, "--commit", "none", *(["--arch", arch] if arch else []), "--draws", *draws]
         processes = [
             subprocess.Popen([*command, "--implementations", name, "--output", str(path)], env=environment)
             for name, path in paths.items()
@@ -323,7 +329,8 @@ def section(path: Path) -> str:
     record = json.loads(path.read_text())
     link = f"../benchmarks/results/{path.name}"
     missing = {name: x["error"] for row in record["errors"].values() for name, x in row.items() if "error" in x}
-    parts = [f"### {record['gpu']}, {record['date'][:10]}", f"[Record]({link}) of commit {record['commit'][:7]}."]
+    tiles = f", tiles of {record['arch']}" if record.get("arch") else ""
+    parts = [f"### {record['gpu']}, {record['date'][:10]}{tiles}", f"[Record]({link}) of commit {record['commit'][:7]}."]
     if missing:
         reasons = ", ".join(f"{name} ({error})" for name, error in sorted(missing.items()))
         parts[-1] += f" Some draws have no result of {reasons}."
