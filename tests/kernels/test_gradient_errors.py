@@ -9,11 +9,16 @@ float32. docs/numerics.md has what was measured of both.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
+import emulated_dkdv_dq
+import emulated_forward
 import emulated_hopper
 from emulated_backward import DTYPES, Sizes, draw_operands
 
@@ -27,6 +32,11 @@ Results = tuple[np.ndarray, np.ndarray, np.ndarray]  # the output, dq and dk
 ALLOWED = 1.05
 
 QUERIES, KEYS = 128, 512
+# By family: the architecture that kernels are compiled for, and the emulated passes.
+RUNS: dict[str, tuple[str, Any, Any]] = {
+    "sm90": ("sm_90a", emulated_hopper.run_forward, emulated_hopper.run_backward),
+    "sm80": ("sm_80", emulated_forward.run, emulated_dkdv_dq.run_backward),
+}
 SLOW = pytest.mark.slow
 # A head dim, and a spread of logits. P decides at 1, and the maximum that weights are relative to at 3 and 11. At head
 # dim 64 Hopper's forward kernel trusts its maxima for longer.
@@ -37,6 +47,10 @@ CASES = [
     *(pytest.param(128, spread, marks=SLOW) for spread in (1, 3)),
 ]
 
+# The kernel of one role has P in float32 for dS, at head dim 64; the kernel of two roles has float16 words.
+PORTABLE = [pytest.param(64, 3, marks=[SLOW, pytest.mark.whole])]
+PORTABLE += [pytest.param(head_dim, spread, marks=SLOW) for head_dim in (64, 128) for spread in (1, 11)]
+
 
 @pytest.fixture(autouse=True)
 def _runtime() -> None:
@@ -45,7 +59,16 @@ def _runtime() -> None:
 
 @pytest.mark.parametrize(("head_dim", "spread"), CASES)
 def test_errors_are_those_of_flash_attention(head_dim: int, spread: int) -> None:
-    own, jax_nn, flash = _emulated(head_dim, spread)
+    _compare(*_emulated(head_dim, spread))
+
+
+@pytest.mark.parametrize(("head_dim", "spread"), PORTABLE)
+def test_errors_of_portable_kernels_are_those_of_flash_attention(head_dim: int, spread: int) -> None:
+    _compare(*_emulated(head_dim, spread, family="sm80"))
+
+
+def _compare(own: list[float], jax_nn: list[float], flash: list[float]) -> None:
+    """Raises an `AssertionError` if an error of the kernels is over `ALLOWED` times the error of a model."""
     assert own[0] < ALLOWED * jax_nn[0], own[0] / jax_nn[0]
     for name, error, other in zip(("dq", "dk"), own[1:], flash[1:], strict=True):
         assert error < ALLOWED * other, (name, error / other)
@@ -60,16 +83,15 @@ def test_precise_gradients_have_the_errors_of_jax_nn(head_dim: int) -> None:
         assert error < 1.05 * other and before > 1.5 * other, (name, error / other, before / other)
 
 
-def _emulated(head_dim: int, spread: int, *, precise: bool = False) -> list[list[float]]:
+def _emulated(head_dim: int, spread: int, *, precise: bool = False, family: str = "sm90") -> list[list[float]]:
     """Returns the errors of the kernels, and of the models of `jax.nn` and of FlashAttention."""
-    plain = "bfloat16", head_dim, head_dim
-    forward, backward = (
-        configured(KernelSpec(op, "sm_90a", *plain, family="sm90", out_rests=precise)) for op in ("forward", "backward")
-    )
+    arch, run_forward, run_backward = RUNS[family]
+    plain = KernelSpec("forward", arch, "bfloat16", head_dim, head_dim, family=family, out_rests=precise)
+    forward, backward = configured(plain), configured(dataclasses.replace(plain, op="backward"))
     sizes = Sizes(1, QUERIES, KEYS, 1, scale=spread / head_dim**0.5)
     arrays, wanted = draw_operands(backward, sizes, seed=spread)
-    arrays |= emulated_hopper.run_forward(forward, sizes, arrays)
-    found = emulated_hopper.run_backward(backward, sizes, arrays)
+    arrays |= run_forward(forward, sizes, arrays)
+    found = run_backward(backward, sizes, arrays)
     exact = tuple(wanted[name] for name in ("out", "dq", "dk"))
     own = arrays["out"], found["dq"], found["dk"]
     return [_errors(x, exact) for x in (own, _jax_nn(arrays, sizes.scale), _flash_attention(arrays, sizes.scale))]

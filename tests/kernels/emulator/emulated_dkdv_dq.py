@@ -31,12 +31,16 @@ ORDER = HeadOrder(group=2)
 
 
 class Run:
-    """The kernels of one compile key, the memory of one launch of them, and what they should write."""
+    """The kernels of one compile key, the memory of one launch of them, and what they should write.
 
-    def __init__(self, spec: KernelSpec, sizes: Sizes):
+    `given` are operands in the place of drawn ones.
+    """
+
+    def __init__(self, spec: KernelSpec, sizes: Sizes, given: dict[str, np.ndarray] | None = None):
         self.spec, self.sizes, self.kernel = spec, sizes, BackwardKernel(spec)
         self.texts = compile_kernel(self.kernel, spec)
         self.arrays, self.wanted = draw_operands(spec, sizes)
+        self.arrays |= given or {}
         operands = {"dq": "query", "dk": "key", "dv": "value"}
         self.arrays |= {
             name: np.full(self.arrays[x].shape, np.nan, self.arrays[x].dtype) for name, x in operands.items()
@@ -79,6 +83,14 @@ class Run:
         lse_scaled = np.where(np.isneginf(lse) | ~sees[..., None], np.inf, lse * math.log2(math.e) - factor)
         np.testing.assert_allclose(stats[..., 0], lse_scaled, atol=1e-4)
         np.testing.assert_allclose(stats[..., 1], delta, atol=tolerance * np.abs(delta).max() + 1e-6)
+
+
+def run_backward(spec: KernelSpec, sizes: Sizes, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the gradients that the kernels make of operands, in float64."""
+    run = Run(spec, sizes, arrays)
+    for name in ("Preprocess", "DkdvDq", "Convert"):
+        run.run(name)
+    return {name: run.read(name).astype(np.float64) for name in ("dq", "dk", "dv")}
 
 
 def check(spec: KernelSpec, sizes: Sizes | None = None, schedule: str = "second") -> None:

@@ -56,9 +56,6 @@ from jax_fastattn.kernels.visits.query_tile_list import QueryTileList
 from jax_fastattn.kernels.visits.visit import Edges, Visit
 from jax_fastattn.kernels.weights import Weights
 
-# A row maximum may grow by this factor (log2) before the accumulator is rescaled. float16 has the least limit, 2^16.
-_LAZY_RESCALE = 8.0
-
 
 class ForwardKernel:
     """The forward kernel of one compile key."""
@@ -327,7 +324,7 @@ class ForwardKernel:
         """Rescales output and sums if a maximum of the warp's rows has grown by more than the allowed lag."""
         grown = None
         for i, x in enumerate(maxima):
-            outgrown = (x - rows.maxima[i]) * factor > Float32(_LAZY_RESCALE)
+            outgrown = (x - rows.maxima[i]) * factor > rows.lag(i, self.spec)
             grown = outgrown if grown is None else cutlass.Boolean(grown | outgrown)
 
         def rescale() -> None:

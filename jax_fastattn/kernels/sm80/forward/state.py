@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device import softmax
+from jax_fastattn.kernels.device import ptx, softmax
 from jax_fastattn.kernels.device.products import Factor, result_words
 from jax_fastattn.kernels.device.regions import SharedTable
 from jax_fastattn.kernels.device.row_store import RowStore, strided
@@ -27,6 +27,13 @@ from jax_fastattn.kernels.sm80.schedule import Work
 from jax_fastattn.kernels.tiles import plan
 from jax_fastattn.kernels.visits.lists import TileBits
 from jax_fastattn.kernels.visits.visit import Visit
+
+# A row maximum may grow by this factor (log2) before the accumulator is rescaled. float16 has the least limit, 2^16.
+_MOST_LAG = 8.0
+
+# Nor may a weight be more than so many times what the lane has of the row so far, or 1: else one that is no power of
+# two may be most of the row. Rounding it would then change the output as much as rounding the output does.
+_GROWTH = 4.0
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,13 @@ class RowState:
             if x is not None:
                 x.fill(0.0)
         return cls(out, maxima, sums, moments)
+
+    def lag(self, i: int, spec: KernelSpec) -> Float32:
+        """Returns by how much, in base 2, the maximum of a row may grow without a rescale."""
+        if spec.products != "native":  # weights of float32 operands are rounded to more bits, or in units of their own
+            return Float32(_MOST_LAG)
+        most = ptx.log2(ptx.maximum(self.sums[i] * Float32(_GROWTH), Float32(1.0)))
+        return cutlass.min(most, Float32(_MOST_LAG))
 
 
 @dataclass(frozen=True, eq=False)
