@@ -12,9 +12,10 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
+from jax_fastattn.kernels import codes
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars
-from jax_fastattn.kernels.device import copies
+from jax_fastattn.kernels.device import copies, ptx
 from jax_fastattn.kernels.device.launch import Launch
 from jax_fastattn.kernels.features import stages
 from jax_fastattn.kernels.features.bias.warp import WarpBias
@@ -92,7 +93,9 @@ class DkdvDqKernel:
     def _locate(self, buffers: Buffers, scalars: Scalars, order: HeadOrder) -> DkdvDqPlace:
         """Returns which thread this is, and the CTA's keys. Heads are visited in groups, whose sums of dq fit L2."""
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
+        # Next to a function of scores ptxas (CUDA 13) once read the register of an index that is read once ahead of the
+        # instruction that loads it; notebook/checks.md has the code.
+        thread = ptx.thread_index() if codes.plane_parts(self.spec.features) is not None else cute.arch.thread_idx()[0]
         shared = cute.arch.get_dyn_smem(cutlass.Int8, alignment=16).toint()
         index = self.reduce.next_tile(buffers, thread, shared)
         work = self.schedule.in_sections(index, order.group, buffers, scalars)
