@@ -179,6 +179,7 @@ class Visit:
         masks_high: whether a loop visits masked tiles after the full ones.
         entries: the list that positions are places of; None for a range. Tests have one without a device.
         first_entry: first entry of a list that has all tiles, whose entries differ by the tile alone; else None.
+        mirrors: whether positions may be mirrored, see `mirrored`.
     """
 
     begin: Int
@@ -189,6 +190,7 @@ class Visit:
     masks_high: bool
     entries: Any = None
     first_entry: Any = None
+    mirrors: bool = False
 
     @classmethod
     def of_range(cls, tiles: TileRange, edges: Edges, *, masks_high: bool | None = None) -> Visit:
@@ -236,8 +238,23 @@ class Visit:
             return self.first_entry + position
         return position if self.entries is None else self.entries.load(position)
 
+    def mirrored(self, ascends: Any) -> Visit:
+        """Returns the visit of a range with positions of which -1 - i has the tile i, if it `ascends`; else as it is.
+
+        A loop that descends visits the first tile first then. Masked tiles may be at both ends.
+        """
+
+        def mirror(end: Int, other: Int) -> Int:
+            return ptx.where(ascends, -end, other)
+
+        begin, end = mirror(self.end, self.begin), mirror(self.begin, self.end)
+        full_begin, full_end = mirror(self.full_end, self.full_begin), mirror(self.full_begin, self.full_end)
+        return Visit(begin, end, full_begin, full_end, self.edges, masks_high=True, mirrors=True).uniform()
+
     def tile_of(self, entry: Int) -> Int:
         """Returns the index of the tile of an entry."""
+        if self.mirrors:
+            return entry ^ (entry >> 31)
         return entry if self.entries is None else entry & TILE_MASK
 
     def tile(self, position: Int) -> Int:
@@ -260,10 +277,15 @@ class Visit:
             own: the tile of keys.
             seen: computes the tiles of keys that a query tile sees; called if no list knows the turn.
         """
-        if self.entries is None:
-            tiles = seen(entry)
+        if self.entries is not None:
+            return EntryTurn(entry)
+        tiles = seen(self.tile_of(entry))
+        if not self.mirrors:
             return RangeTurn(own, tiles.begin, tiles.end)
-        return EntryTurn(entry)
+        # Tiles of keys come in descending order then.
+        ascends = entry < 0
+        begin, end = (ptx.where(ascends, -x, y) for x, y in ((tiles.end, tiles.begin), (tiles.begin, tiles.end)))
+        return RangeTurn(ptx.where(ascends, -1 - own, own), begin, end)
 
     def phases(self, order: Order) -> list[Phase]:
         """Returns the loops of the visit, in order; loops that can never have a position are left out."""
@@ -321,7 +343,7 @@ class Visit:
         """Tells the compiler that all lanes run through loops around wgmma equally often."""
         ends = (self.begin, self.end, self.full_begin, self.full_end)
         uniform = [cute.arch.make_warp_uniform(Int32(end)) for end in ends]
-        return Visit(*uniform, self.edges, self.masks_high, self.entries, self.first_entry)
+        return Visit(*uniform, self.edges, self.masks_high, self.entries, self.first_entry, self.mirrors)
 
 
 def mask_past_end(tiles: TileRange, has_some: Any, *, low: bool) -> TileRange:

@@ -62,6 +62,7 @@ class BackwardConfig:
             of them the next one; else a head visits all its tiles before the next head does. Only the kernel that
             computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
             does not wait until others have visited the rest.
+        mirrors: whether long calls visit tiles in another order, see `EntryKeyTiles`.
         holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
         float16_weights: whether the weights in dS are float16, which has three bits more than bfloat16. Else they share
             registers with P as a factor of dV, for want of more.
@@ -73,6 +74,7 @@ class BackwardConfig:
     kv_in_regs: int = 0
     shared_ones: bool = False
     interleaves_heads: bool = False
+    mirrors: bool = False
     holds_offset: bool = False
     float16_weights: bool = True
 
@@ -305,10 +307,17 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     if largest > DKDV_DQ_HEAD_DIM:
         return _with_most_stages(spec, BackwardConfig(64, 3, kv_in_regs=6, float16_weights=float16_weights))
     dq_registers = 104 if padded_head_dim(spec.head_dim) == 96 else 72
-    waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries
+    waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries and not spec.listed
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
-    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads, float16_weights=float16_weights)
+    config = BackwardConfig(
+        64,
+        3,
+        dq_registers,
+        interleaves_heads=interleaves_heads,
+        mirrors=waits and spec.group == 1,
+        float16_weights=float16_weights,
+    )
     # Masks of 128 queries, which wait for the exponentials, would spill 208 bytes.
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes and not spec.drops:
         return replace(config, queries=128)

@@ -79,21 +79,35 @@ class DqSemaphore:
         wgmma.release(state.shared.keys_empty, state.thread % 32 == 31)
 
     def _add(self, state: DqWarpgroup, work: KeyTile) -> None:
-        """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead."""
+        """Adds dQ of the next tile to its sums in the CTA's turn; the last CTA stores dq instead.
+
+        The product comes before the turn, except in the last CTA, whose accumulator begins with the sums.
+        """
         shared, turn, at = state.shared, state.turn[0], state.added.place(work)
         buffer, chunks, own = turn % 2, state.chunks(), self._turn(work, at.entry)
         is_first, is_last = Boolean(own.is_first), Boolean(own.is_last)
-        wgmma.wait(shared.counted + state.stage[0], state.stage[1])
+
+        def wait() -> None:
+            wgmma.wait(shared.counted + state.stage[0], state.stage[1])
+
         for index, chunk in enumerate(chunks):
             places = state.places(state.lane_address(work, at, index))
             state.dq.fill(0.0)
-            cutlass.if_generate(Boolean(is_last & own.has_earlier), lambda places=places: state.load(places))
+
+            def load(index: int = index, places: list[Int64] = places) -> None:
+                if index == 0:
+                    wait()
+                state.load(places)
+
+            cutlass.if_generate(Boolean(is_last & own.has_earlier), load)
             if index == 0:
                 wgmma.wait(shared.dscore_full + buffer, turn // 2 % 2)
             state.multiply(buffer, chunk, accumulate=True)
             warpgroup.wait_group(0)
             if index == len(chunks) - 1:
                 wgmma.release(shared.dscore_empty + buffer)
+            if index == 0:
+                wait()
 
             cutlass.if_generate(
                 is_last,
