@@ -330,7 +330,8 @@ def section(path: Path) -> str:
     link = f"../benchmarks/results/{path.name}"
     missing = {name: x["error"] for row in record["errors"].values() for name, x in row.items() if "error" in x}
     tiles = f", tiles of {record['arch']}" if record.get("arch") else ""
-    parts = [f"### {record['gpu']}, {record['date'][:10]}{tiles}", f"[Record]({link}) of commit {record['commit'][:7]}."]
+    header = f"### {record['gpu']}, {record['date'][:10]}{tiles}"
+    parts = [header, f"[Record]({link}) of commit {record['commit'][:7]}."]
     if missing:
         reasons = ", ".join(f"{name} ({error})" for name, error in sorted(missing.items()))
         parts[-1] += f" Some draws have no result of {reasons}."
