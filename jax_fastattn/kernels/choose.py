@@ -19,7 +19,7 @@ from jax_fastattn.kernels.sm80.backward import config as sm80_backward
 from jax_fastattn.kernels.sm80.decode import config as sm80_decode
 from jax_fastattn.kernels.sm80.forward import config as sm80
 from jax_fastattn.kernels.sm80.tangent import config as sm80_tangent
-from jax_fastattn.kernels.sm90.backward import config as sm90_backward
+from jax_fastattn.kernels.sm90.backward.config import LONG_LENGTH, backward_configs
 from jax_fastattn.kernels.sm90.decode import config as sm90_decode
 from jax_fastattn.kernels.sm90.forward import config as sm90
 from jax_fastattn.kernels.sm90.geometry import split_obstacle
@@ -103,7 +103,7 @@ def _tells_documents_apart(problem: Problem) -> bool:
     return mask is not None and 1 not in mask[2:] and spec.bounds == (None, 0) and long
 
 
-def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None) -> KernelSpec:
+def configured(spec: KernelSpec, *, short: bool = False, long: bool = False, rows: int | None = None) -> KernelSpec:
     """Returns a compile key with the config that the tables of its family have for it, in place of any previous config.
 
     The key of a prepass comes back as it is, since its config holds the tiles of the kernel that reads its lists. Units
@@ -114,6 +114,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
         spec: the key; tests and tools build one by hand.
         short: whether T and S are at most `SHORT_LENGTH`. At most head dims the tables have one row for all lengths, so
             that a new length compiles nothing.
+        long: whether S is over `LONG_LENGTH`, for Hopper's backward kernel.
         rows: for a decoding kernel, queries times query heads of a group; by default as in the previous config, else 1.
     """
     if spec.op == "prepass":
@@ -127,7 +128,7 @@ def configured(spec: KernelSpec, *, short: bool = False, rows: int | None = None
     elif spec.op == "tangent":
         config = (sm90_tangent if spec.family == "sm90" else sm80_tangent).tangent_config(spec)
     elif spec.op == "backward":
-        config = (sm90_backward.backward_configs if spec.family == "sm90" else sm80_backward.dkdv_dq_config)(spec)
+        config = sm80_backward.dkdv_dq_config(spec) if spec.family == "sm80" else backward_configs(spec, long=long)
     else:
         config = sm90.forward_config(spec, short=short) if spec.family == "sm90" else sm80.forward_config(spec)
     if codes.SINKS in spec.features or spec.family == "sm80" or spec.products == "bf16x3":
@@ -396,4 +397,4 @@ def kernel_spec(
         return key
     one_sided = key.bounds_kind.one_sided_window
     ordered = spec.deterministic if family == "sm80" else adds_in_order(problem, one_sided_window=one_sided)
-    return configured(replace(key, ordered=ordered), short=short)
+    return configured(replace(key, ordered=ordered), short=short, long=problem.key_length > LONG_LENGTH)

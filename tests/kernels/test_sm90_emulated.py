@@ -18,9 +18,10 @@ import hopper_emulator
 import numpy as np
 from emulated_backward import Sizes, draw_operands, stored_queries, visibility
 
+from jax_fastattn.cases.case import Case
 from jax_fastattn.compilation.compiler import _open_runtime
 from jax_fastattn.kernels import codes
-from jax_fastattn.kernels.choose import configured
+from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
 from jax_fastattn.kernels.sm90.forward.config import ForwardConfig
 
@@ -174,6 +175,43 @@ def test_ordered_backward(name: str) -> None:
     """CTAs add to tiles of dq in one order."""
     *kernel, sizes = BACKWARD[name]
     emulated_hopper.check_backward(dataclasses.replace(_spec("backward", *kernel), ordered=True), sizes)
+
+
+LONG = {
+    "d8": (8, {}, Sizes(1, 1100, 1090, 3, right=0)),
+    "d64-lengths": (
+        64,
+        {**OFFSET, "query_seq_lengths": True, "key_value_seq_lengths": True},
+        Sizes(2, 700, 1100, 1, right=0, offsets=(400, 100), query_lengths=(650, 700), key_lengths=(1100, 900)),
+    ),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", LONG)
+def test_long_causal_calls_in_order_begin_with_the_last_keys(name: str) -> None:
+    head_dim, features, sizes = LONG[name]
+    spec = _spec("backward", head_dim, head_dim, "bfloat16", {**CAUSAL, **features, "ordered": True})
+    spec = configured(spec, long=True)
+    assert spec.config.main.mirrors
+    emulated_hopper.check_backward(spec, sizes)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "group", "deterministic", "mirrors"),
+    [
+        (64, 4096, 1, True, True),
+        (64, 1024, 1, True, False),
+        (64, 4096, 1, False, False),
+        (64, 4096, 2, True, False),
+        (128, 4096, 1, True, False),
+    ],
+)
+def test_which_gradients_begin_with_the_last_keys(
+    head_dim: int, length: int, group: int, deterministic: bool, mirrors: bool
+) -> None:
+    case = Case("bfloat16", 1, length, length, 4, group, head_dim, is_causal=True, deterministic=deterministic)
+    assert kernel_spec(case.problem(), "backward", "sm_90a").config.main.mirrors == mirrors
 
 
 def _fused(ordered: bool) -> KernelSpec:

@@ -121,6 +121,17 @@ def test_the_turn_in_a_range() -> None:
     assert _checked(visit.turn(2, 3, lambda tile: TileRange(tile + 1, 4, 0, 0))) == (0, True, True)
 
 
+def test_a_mirrored_visit_ascends_and_its_turns_descend() -> None:
+    visit = Visit.of_range(TileRange(2, 7, 3, 7), Edges(low=True, high=False)).mirrored()
+    phases = visit.phases(Order.DOWN)
+    found = [(visit.tile(phase.position(i)), phase.masked) for phase in phases for i in range(phase.steps)]
+    assert found == [(2, True), (3, False), (4, False), (5, False), (6, False)]
+    assert [visit.is_edge(-1 - tile) for tile in range(2, 7)] == [True, False, False, False, False]
+    # The tile of queries 3 sees the tiles of keys 0 to 3, of which the last one adds first.
+    turns = [visit.turn(-1 - 3, own, lambda tile: TileRange(0, tile + 1, 0, 0)) for own in range(4)]
+    assert [_checked(x) for x in turns] == [(3, False, True), (2, False, False), (1, False, False), (0, True, False)]
+
+
 def test_planes_are_numbered_one_after_another() -> None:
     # Two entries of four query heads and two key/value heads, all with bits of their own.
     planes = Planes(4, 1, 0, 1)

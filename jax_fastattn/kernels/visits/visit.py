@@ -179,7 +179,7 @@ class Visit:
         masks_high: whether a loop visits masked tiles after the full ones.
         entries: the list that positions are places of; None for a range. Tests have one without a device.
         first_entry: first entry of a list that has all tiles, whose entries differ by the tile alone; else None.
-        mirrors: whether positions may be mirrored, see `mirrored`.
+        mirrors: whether positions are mirrored, see `mirrored`.
     """
 
     begin: Int
@@ -238,23 +238,18 @@ class Visit:
             return self.first_entry + position
         return position if self.entries is None else self.entries.load(position)
 
-    def mirrored(self, ascends: Any) -> Visit:
-        """Returns the visit of a range with positions of which -1 - i has the tile i, if it `ascends`; else as it is.
+    def mirrored(self) -> Visit:
+        """Returns the visit of a range with positions of which -1 - i has the tile i, masked tiles at either end.
 
-        A loop that descends visits the first tile first then. Masked tiles may be at both ends.
+        A loop that descends visits the first tile first then.
         """
-
-        def mirror(end: Int, other: Int) -> Int:
-            return ptx.where(ascends, -end, other)
-
-        begin, end = mirror(self.end, self.begin), mirror(self.begin, self.end)
-        full_begin, full_end = mirror(self.full_end, self.full_begin), mirror(self.full_begin, self.full_end)
-        return Visit(begin, end, full_begin, full_end, self.edges, masks_high=True, mirrors=True).uniform()
+        ends = (-self.end, -self.begin, -self.full_end, -self.full_begin)
+        return Visit(*ends, self.edges, masks_high=True, mirrors=True)
 
     def tile_of(self, entry: Int) -> Int:
         """Returns the index of the tile of an entry."""
         if self.mirrors:
-            return entry ^ (entry >> 31)
+            return -1 - entry
         return entry if self.entries is None else entry & TILE_MASK
 
     def tile(self, position: Int) -> Int:
@@ -280,12 +275,9 @@ class Visit:
         if self.entries is not None:
             return EntryTurn(entry)
         tiles = seen(self.tile_of(entry))
-        if not self.mirrors:
-            return RangeTurn(own, tiles.begin, tiles.end)
-        # Tiles of keys come in descending order then.
-        ascends = entry < 0
-        begin, end = (ptx.where(ascends, -x, y) for x, y in ((tiles.end, tiles.begin), (tiles.begin, tiles.end)))
-        return RangeTurn(ptx.where(ascends, -1 - own, own), begin, end)
+        if self.mirrors:  # tiles of keys come in descending order then
+            return RangeTurn(-1 - own, -tiles.end, -tiles.begin)
+        return RangeTurn(own, tiles.begin, tiles.end)
 
     def phases(self, order: Order) -> list[Phase]:
         """Returns the loops of the visit, in order; loops that can never have a position are left out."""

@@ -28,6 +28,8 @@ ROW_ALIGNMENT = 128
 # its tiles.
 DQ_TILES_IN_FLIGHT = 3
 
+# Over this S gradients in one order may have another order of tiles, see `BackwardConfig.mirrors`.
+LONG_LENGTH = 1024
 
 # Up to this head dim one kernel computes all three gradients, unless operands have two terms.
 DKDV_DQ_HEAD_DIM = 128
@@ -62,7 +64,7 @@ class BackwardConfig:
             of them the next one; else a head visits all its tiles before the next head does. Only the kernel that
             computes dq does so. CTAs that add in one order then have one pace: one that visits few tiles of each head
             does not wait until others have visited the rest.
-        mirrors: whether long calls visit tiles in another order, see `EntryKeyTiles`.
+        mirrors: whether tiles are visited in the other order, see `EntryKeyTiles`.
         holds_offset: whether a lane's offset in a loaded tile of a bias stays in a register.
         float16_weights: whether the weights in dS are float16, which has three bits more than bfloat16. Else they share
             registers with P as a factor of dV, for want of more.
@@ -291,14 +293,14 @@ class BackwardConfigs:
         return f"dq {self.dq.rows}x{self.dq.keys}, dkdv {main}" if self.dq else f"backward {main}"
 
 
-def backward_configs(spec: KernelSpec) -> BackwardConfigs:
-    """Returns the variants for a compile key."""
-    main = backward_config(spec)
+def backward_configs(spec: KernelSpec, *, long: bool = False) -> BackwardConfigs:
+    """Returns the variants for a compile key; see `choose.configured` for `long`."""
+    main = backward_config(spec, long=long)
     return BackwardConfigs(main, None if main.adds_dq else dq_config(spec))
 
 
-def backward_config(spec: KernelSpec) -> BackwardConfig:
-    """Returns the variant of the key-stationary kernel for a compile key."""
+def backward_config(spec: KernelSpec, *, long: bool = False) -> BackwardConfig:
+    """Returns the variant of the key-stationary kernel for a compile key; see `choose.configured` for `long`."""
     largest, float16_weights = max(spec.head_dim, spec.v_head_dim), _has_float16_weights(spec)
     if spec.terms > 1:
         # Where a bias is loaded, 64 queries would leave room for one stage.
@@ -310,17 +312,10 @@ def backward_config(spec: KernelSpec) -> BackwardConfig:
     waits = spec.ordered and spec.bounds_kind.later_keys_have_fewer_queries and not spec.listed
     # The gradient of a bias of keys is a sum over the tiles of one head after the other.
     interleaves_heads = spec.group > 1 and (spec.listed or waits) and not spec.dkey_bias
-    config = BackwardConfig(
-        64,
-        3,
-        dq_registers,
-        interleaves_heads=interleaves_heads,
-        mirrors=waits and spec.group == 1,
-        float16_weights=float16_weights,
-    )
+    config = BackwardConfig(64, 3, dq_registers, interleaves_heads=interleaves_heads, float16_weights=float16_weights)
     # Masks of 128 queries, which wait for the exponentials, would spill 208 bytes.
     if largest <= 64 and spec.folds_lse and not spec.cost.score_nbytes and not spec.drops:
-        return replace(config, queries=128)
+        return replace(config, queries=128, mirrors=long and waits and spec.group == 1)
     # Slopes of a function of logits wait in registers, as do sums with means of rows; over head dim 96, with the
     # registers of ones, some would spill.
     config = replace(config, shared_ones=(not spec.folds_lse or spec.has_row_means) and largest > 96)

@@ -12,7 +12,7 @@ from cutlass.cutlass_dsl import while_generate, yield_out
 
 from jax_fastattn.kernels.arguments.buffers import Buffers
 from jax_fastattn.kernels.arguments.scalars import Scalars, Sizes
-from jax_fastattn.kernels.device import copies, ptx, wgmma
+from jax_fastattn.kernels.device import copies, wgmma
 from jax_fastattn.kernels.device.sequences import Sequence, Span, first_rows
 from jax_fastattn.kernels.device.tile_counter import fetch_next
 from jax_fastattn.kernels.device.tma import Tma
@@ -36,9 +36,6 @@ from jax_fastattn.kernels.visits.visit import Edges, Visit, mask_past_end
 # window is one-sided. With fewer heads CTAs wait for earlier ones; with more, L2 does not hold the rows until the
 # next tile of keys.
 SECTION_NBYTES = {False: 16 << 20, True: 24 << 20}
-
-# Calls of more keys are long, see `EntryKeyTiles`. Their longest tiles begin last, which shorter calls would feel.
-ASCENDING_LENGTH = 1024
 
 # Where lists say which tiles are visited, about this many queries of a head are in use at a time, as in one document.
 # Tiles of keys of a document wait for each other in a chain. In a section of one head they would begin together; in one
@@ -164,14 +161,12 @@ class KeyPlace(NamedTuple):
         place: the place of the key/value head in the order of heads.
         head_index: the head, counted over all batch entries.
         sequence: the rows.
-        ascends: whether its tiles of queries are visited in ascending order; None if no visit is, see `Visit.mirrored`.
     """
 
     tile: Int32
     place: Int32
     head_index: Int32
     sequence: Sequence
-    ascends: Boolean | None = None
 
 
 class KeyTiles(Protocol):
@@ -195,10 +190,10 @@ class EntryKeyTiles:
     """Orders the tiles of batch entries of one length. Heads come in sections, see `plan.place_in_sections`.
 
     CTAs that add in one order under a causal mask wait for each other: if the first tile of keys of a head begins
-    first, and all begin with the last tile of queries, a tile waits until the ones before it have had that one. In long
-    calls the last tile of keys begins first, and each begins with the first tile of queries that sees it
-    (`BackwardConfig.mirrors`). It then comes to a tile of queries later than the tiles that add before it do, by as
-    many tiles of queries as lie between the first ones that see them, and hardly ever waits.
+    first, and all begin with the last tile of queries, a tile waits until the ones before it have had that one. With
+    `BackwardConfig.mirrors` the last tile of keys begins first, and each begins with the first tile of queries that
+    sees it, so that it hardly ever waits. But the longest tiles begin last, and more tiles of queries are in use at a
+    time than L2 holds over head dim 64 and for heads in groups.
 
     Attributes:
         memory: the kernel's shared memory, with its config.
@@ -229,9 +224,6 @@ class EntryKeyTiles:
         section = copies.key_section(
             spec, scalars, key_tiles, multiprocessors, most_rows, head_rows, one_sided=one_sided
         )
-        if memory.config.mirrors and memory.config.keys > memory.config.queries:
-            is_long = cutlass.min(cutlass.max(scalars.key_length - ASCENDING_LENGTH, 0), 1)
-            section = Int32(section - (section - 1) * is_long)
         wave = (multiprocessors + (key_tiles - 1)) // cutlass.max(key_tiles, 1)
         return HeadOrder(heads, section, Int32(cutlass.max(section, wave)), sharing=entries_together(spec, scalars))
 
@@ -239,13 +231,11 @@ class EntryKeyTiles:
         """Returns the tile that has an index in the order."""
         sizes, order, count = call.sizes, call.order, self.count(call.sizes)
         tile, place = copies.place_in_sections(index, order.section, count, order.heads)
-        ascends = None
         if self.memory.config.mirrors:
-            ascends = Boolean(sizes.key_length > ASCENDING_LENGTH)
-            tile = ptx.where(ascends, count - 1 - tile, tile)
+            tile = count - 1 - tile
         head_index = order.head_at(place)
         batch = head_index // (sizes.num_heads // self.spec.group)
-        return KeyPlace(tile, place, head_index, Sequence.of_entry(self.spec, batch, call.buffers, sizes), ascends)
+        return KeyPlace(tile, place, head_index, Sequence.of_entry(self.spec, batch, call.buffers, sizes))
 
 
 @dataclass(frozen=True)
@@ -361,14 +351,14 @@ class KeySchedule:
         spec, config, sizes, order = self.spec, self.config, call.sizes, call.order
         kv_heads = sizes.num_heads // spec.group
         key_tiles = self.tiles.count(sizes)
-        tile, place, head_index, sequence, ascends = self.tiles.at(index, call)
+        tile, place, head_index, sequence = self.tiles.at(index, call)
         row = tile * config.keys
         bounds = sequence.bounds()
         listed = None
         if spec.listed:
             own = KeyTilePlace(sequence.queries.batch, head_index % kv_heads, kv_heads, tile)
             listed = KeyTileList.of(spec, call.buffers, sizes, own)
-        visit = self._visit(row, bounds, ascends) if listed is None else listed.visit
+        visit = self._visit(row, bounds) if listed is None else listed.visit
         return KeyTile(
             tile=tile,
             key_tiles=key_tiles,
@@ -387,12 +377,8 @@ class KeySchedule:
             listed=listed,
         )
 
-    def _visit(self, row: Int32, bounds: plan.Bounds, ascends: Boolean | None) -> Visit:
-        """Returns the query tiles that see some key of the tile that begins at `row`.
-
-        Args:
-            ascends: see `KeyPlace`.
-        """
+    def _visit(self, row: Int32, bounds: plan.Bounds) -> Visit:
+        """Returns the query tiles that see some key of the tile that begins at `row`."""
         config = self.config
         tiles = bounds.query_tiles(row, config.keys, config.queries)
         if config.adds_dq:
@@ -405,7 +391,7 @@ class KeySchedule:
         edges = Edges(kind.right or config.adds_dq, checks_high)
         visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
         visit = visit if masks_high else replace(visit, full_end=visit.end)
-        return visit if ascends is None else visit.mirrored(ascends)
+        return visit.mirrored() if config.mirrors else visit
 
 
 def key_schedule(spec: KernelSpec, memory: BackwardMemory) -> KeySchedule:
