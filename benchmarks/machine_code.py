@@ -174,7 +174,7 @@ def loop_sizes(instructions: Sequence[str]) -> list[int]:
 
     Leaves out loops that only wait. Code that ptxas has put out of line counts for the loop that it belongs to.
     """
-    starts, successors = _blocks(instructions)
+    starts, successors = blocks(instructions)
     predecessors: list[list[int]] = [[] for _ in starts]
     for block, following in enumerate(successors):
         for other in following:
@@ -190,7 +190,7 @@ def loop_sizes(instructions: Sequence[str]) -> list[int]:
     return [size for size in sizes if size > _WAIT]
 
 
-def _blocks(instructions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+def blocks(instructions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     """Returns the first instruction of each basic block, and the blocks that follow each."""
     targets = [_target(x) for x in instructions]
     leads = {0} | {target for target in targets if target is not None}

@@ -56,6 +56,11 @@ def inspect_kernel(spec: KernelSpec) -> tuple[KernelResources, ...]:
 
 def kept_resources(spec: KernelSpec) -> tuple[KernelResources, ...]:
     """Returns the same as `inspect_kernel`, of an object that an earlier run of the tests may have compiled."""
+    return kernel_resources(*kept_object(spec))
+
+
+def kept_object(spec: KernelSpec) -> tuple[bytes, dict[str, int]]:
+    """Returns the object file of a compile key, and the shared memory of its kernels, from an earlier run if it can."""
     import kept_kernels
 
     from jax_fastattn.compilation import compiler
@@ -65,7 +70,7 @@ def kept_resources(spec: KernelSpec) -> tuple[KernelResources, ...]:
         return json.dumps(shared_bytes).encode() + b"\n" + kernel
 
     shared_bytes, _, kernel = kept_kernels.kernel("object", spec, None, compiled).partition(b"\n")
-    return kernel_resources(kernel, json.loads(shared_bytes))
+    return kernel, json.loads(shared_bytes)
 
 
 def kernel_resources(kernel: bytes, shared_bytes: dict[str, int]) -> tuple[KernelResources, ...]:
