@@ -236,7 +236,7 @@ def run_suite(
         started, running, reports = time.monotonic(), [], []
         for part in range(processes):
             reports.append(Path(folder) / f"{part}.xml")
-            command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
+            command = [sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "tests"]
             command += [f"--part={part}/{processes}", f"--seed={seed}", f"--junitxml={reports[-1]}", *arch]
             mine = ",".join(map(str, cores[part::processes]))
             with reports[-1].with_suffix(".log").open("w") as output:
@@ -246,7 +246,7 @@ def run_suite(
         codes = _exits(running, seconds)
         ended = [(code, report, report.with_suffix(".log")) for code, report in zip(codes, reports, strict=True)]
         crashed = [
-            log.read_text()[-1000:]
+            _failed(log.read_text())
             for code, report, log in ended
             if code not in (0, 1, INTERRUPTED) or not report.exists()
         ]
@@ -258,6 +258,12 @@ def run_suite(
     failed = {case.attrib["name"]: found.attrib["message"][:500] for case, found in problems if found is not None}
     run = {"crashed": crashed, "interrupted": codes.count(INTERRUPTED), "seconds": taken}
     return counts | run | {"processes": processes, "gpus": gpus, "seed": seed, "failed": failed}
+
+
+def _failed(log: str) -> str:
+    """Returns the tests that failed in the log of a process without a report, and its end."""
+    names = re.findall(r"^(tests\S*::.*) (?:FAILED|ERROR)", log, re.MULTILINE)
+    return "\n".join([*names, log[-1000:]])
 
 
 def _exits(processes: list[subprocess.Popen[bytes]], seconds: float | None) -> list[int]:
