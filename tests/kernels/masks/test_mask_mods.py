@@ -24,6 +24,7 @@ from jax_fastattn.canonical import packed
 from jax_fastattn.canonical.batched import canonicalize
 from jax_fastattn.kernels import choose
 from jax_fastattn.kernels.choose import forward_spec, kernel_spec, list_sizes, prepass_spec
+from jax_fastattn.kernels.sm90.backward.config import LONG_LENGTH
 from jax_fastattn.kernels.tiles import lists as layout
 from jax_fastattn.kernels.tiles.lists import PrepassConfig
 from jax_fastattn.ops import block_mask
@@ -224,7 +225,9 @@ def test_kernels_of_a_function_add_as_with_the_flag(length: int, head_dim: int, 
             return [kernel_spec(problem, "backward", arch).config, forward_spec(problem, arch).config]
 
         (backward, forward), (wanted, flagged) = configs(mask_mod=MODS["causal"]), configs(is_causal=True)
-        assert backward == wanted and forward.keys == flagged.keys
+        # These gradients of the flag visit tiles in the other order, as docs/programs.md says.
+        mirrors = arch == "sm_90a" and (head_dim, kv_heads, deterministic) == (64, 4, True) and length > LONG_LENGTH
+        assert (backward == wanted) != mirrors and forward.keys == flagged.keys
         assert 64 * forward.warpgroups <= forward.keys if arch == "sm_90a" else forward == flagged
 
 
