@@ -388,16 +388,12 @@ def write(path: Path, content: bytes) -> None:
 
 def compiled(spec: Any) -> dict[str, dict[str, Any]]:
     """Returns the kernels of a compile key, as the fields of `Kernel`."""
-    from resources import cubin, kernel_resources  # type: ignore[import-not-found]
+    from resources import kernel_resources  # type: ignore[import-not-found]
 
     from jax_fastattn.compilation import compiler
 
     code, shared_bytes = compiler.compile_launches(spec)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin(code))
-        file.flush()
-        text = subprocess.run([disassembler(), "-c", file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
-    instructions = read_listing(text)
+    instructions = disassembled(code)
     return {
         kernel_name(kernel.name): {
             "registers": kernel.registers,
@@ -407,6 +403,17 @@ def compiled(spec: Any) -> dict[str, dict[str, Any]]:
         }
         for kernel in kernel_resources(code, shared_bytes)
     }
+
+
+def disassembled(code: bytes) -> dict[str, list[str]]:
+    """Returns the instructions of every kernel in an object file, by the kernel's symbol."""
+    from resources import cubin  # type: ignore[import-not-found]
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin(code))
+        file.flush()
+        text = subprocess.run([disassembler(), "-c", file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return read_listing(text)
 
 
 def disassembler() -> str:

@@ -18,15 +18,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from machine_code import TEST_FOLDERS, blocks, disassembler, kernel_name, matching, read_listing
+from machine_code import TEST_FOLDERS, blocks, disassembled, kernel_name, matching
 
 ROOT = Path(__file__).parents[1]
 # The first operand of these is no result.
@@ -36,7 +34,7 @@ _NO_RESULT = {
     "STSM", "UBLKCP", "UBLKRED", "USETMAXREG", "UTMALDG", "UTMAPF", "UTMASTG", "WARPGROUP", "WARPSYNC",
     "YIELD",
 }  # fmt: skip
-_PREDICATES = {"DSETP", "FCHK", "FSETP", "HSETP2", "ISETP", "LOP3P", "PLOP3", "R2P", "UISETP", "UPLOP3"}
+_PREDICATES = {"DSETP", "FCHK", "FSETP", "HSETP2", "ISETP", "PLOP3", "R2P", "UISETP", "UPLOP3"}
 _REGISTER = re.compile(r"(?<![\w.])R(\d+)(\.64)?(?!\w)")
 # The stack pointer has a value at the entry.
 _STACK = 1
@@ -125,28 +123,16 @@ def _result_registers(opcode: str) -> int:
     return 2 if "64" in kinds or "WIDE" in kinds or (name == "CS2R" and "32" not in kinds) else 1
 
 
-def listings(code: bytes) -> dict[str, list[str]]:
-    """Returns the instructions of each kernel of an object file, by its class and method."""
-    from resources import cubin  # type: ignore[import-not-found]
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin(code))
-        file.flush()
-        text = subprocess.run([disassembler(), "-c", file.name], check=True, stdout=subprocess.PIPE, text=True).stdout
-    return {kernel_name(symbol): instructions for symbol, instructions in read_listing(text).items()}
+def of_object(code: bytes) -> dict[str, list[Read]]:
+    """Returns the reads of the kernels of an object file, by class and method."""
+    return {kernel_name(symbol): undefined_reads(found) for symbol, found in disassembled(code).items()}
 
 
 def of_spec(spec: Any) -> dict[str, list[Read]]:
     """Compiles a compile key, and returns the reads of its kernels."""
     from jax_fastattn.compilation import compiler
 
-    code, _ = compiler.compile_launches(spec)
-    return {name: undefined_reads(instructions) for name, instructions in listings(code).items()}
-
-
-def of_file(path: Path) -> dict[str, list[Read]]:
-    """Returns the reads of the kernels of an entry of the cache."""
-    return {name: undefined_reads(instructions) for name, instructions in listings(path.read_bytes()).items()}
+    return of_object(compiler.compile_launches(spec)[0])
 
 
 def main() -> int:
@@ -178,7 +164,7 @@ def _of_rows(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[
 def _of_cache(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[Read]]]]:
     paths = [x for x in sorted(options.cache.rglob("*")) if x.is_file() and b"\x7fELF" in x.read_bytes()[:4096]]
     with ThreadPoolExecutor(options.jobs) as pool:
-        yield from zip([x.name for x in paths], pool.map(of_file, paths), strict=True)
+        yield from zip([x.name for x in paths], pool.map(lambda path: of_object(path.read_bytes()), paths), strict=True)
 
 
 sys.path += [str(ROOT / folder) for folder in TEST_FOLDERS]

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import machine_code
 import undefined_reads
 from resources import kept_object
 from test_gpu_functions import drawn
@@ -30,7 +31,7 @@ from jax_fastattn.spec import Problem
 
 def _has_disassembler() -> bool:
     try:
-        return bool(undefined_reads.disassembler())
+        return bool(machine_code.disassembler())
     except SystemExit:
         return False
 
@@ -67,5 +68,5 @@ def test_kernels_of_random_functions(draw: int) -> None:
 
 
 def _reads(case: Case) -> list[undefined_reads.Read]:
-    found = undefined_reads.listings(kept_object(_backward(case))[0])
-    return [read for instructions in found.values() for read in undefined_reads.undefined_reads(instructions)]
+    found = undefined_reads.of_object(kept_object(_backward(case))[0])
+    return [read for reads in found.values() for read in reads]

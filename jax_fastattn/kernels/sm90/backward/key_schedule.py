@@ -391,7 +391,7 @@ class KeySchedule:
         edges = Edges(kind.right or config.adds_dq, checks_high)
         visit = Visit.of_range(tiles, edges, masks_high=masks_high).uniform()
         visit = visit if masks_high else replace(visit, full_end=visit.end)
-        return visit.mirrored() if config.mirrors else visit
+        return visit.mirrored().uniform() if config.mirrors else visit
 
 
 def key_schedule(spec: KernelSpec, memory: BackwardMemory) -> KeySchedule:
