@@ -236,7 +236,7 @@ def test_gradients_of_captured_arrays(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_a_causal_function_gives_the_bits_of_the_flag(
     head_dim: int, kv_heads: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,18 @@ class Bits(NamedTuple):
             at = tile.at(index)
             acc[index] = ptx.where(self.sees(at.i, at.column), acc[index], hidden)
 
+    def hides(self, columns: int) -> Boolean:
+        """Returns whether a score of the lane does not count, given how many columns the tile has."""
+        hidden = Boolean(False)
+        for words in self.words:
+            for i, word in enumerate(words):
+                # A word has two rows, of which 16 columns of 64 are the lane's.
+                row = (1 << (min(columns - 64 * i, 64) // 4)) - 1
+                every = row | row << 16
+                every = Int32(every - (every >> 31 << 32))
+                hidden = Boolean(hidden | ((word & every) != every))
+        return hidden
+
     def rows(self) -> "list[BitRow]":
         """Returns what each of the lane's accumulator rows sees."""
         return [BitRow(self, i) for i in range(2 * len(self.words))]

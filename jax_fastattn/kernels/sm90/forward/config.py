@@ -236,8 +236,8 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         if spec.drops:
             # With 128 keys the draws spill registers; two warpgroups with 128 keys take 1.06 times as long.
             return (ForwardConfig(3, 96, 12, ping_pong=True),)
-        if spec.listed and not cost.registers:
-            # An edge tile of 192 queries may be full for one warpgroup, which then rounds otherwise than next to flags.
+        if spec.compared:
+            # Edge tiles that compare ids would spill 16 bytes.
             return (ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),)
         return (ForwardConfig(3, 128, 10, ping_pong=True),)
     if columns <= 96:

@@ -284,7 +284,10 @@ class ForwardConsumer:
         """Computes P of a tile with K in a stage, which is released; awaits products in flight, and rescales O."""
         tile = own.visit.tile(index)
         loaded = self.features.consumer_wait(edge.rows, own.tile, tile)
-        if edge.masked:
+        # A tile with a key past the diagonal has some for each warpgroup, unless the CTA has more queries than keys.
+        if edge.masked and self.call.spec.listed and self.call.config.rows > self.call.config.keys:
+            self.softmax.listed_tile(tile, stage, loaded.rows)
+        elif edge.masked:
             self.softmax.masked_tile(tile, stage, loaded.rows)
         elif edge.blind:
             self.softmax.blind_tile(tile, stage, loaded.rows)

@@ -129,6 +129,35 @@ class OnlineSoftmax:
         self.products.round_probabilities(weights)
         self.products.rescale_out(self.factors, grown)
 
+    def listed_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
+        """Does what `full_tile` does where the warpgroup sees all of an edge tile, else what `masked_tile` does.
+
+        A range is cut for each warpgroup, a list for the CTA. So a list gives the bits of the range that it spells.
+
+        Args:
+            index: index of the key tile.
+            stage: the stage of K, which is released.
+            rows: what becomes of the scores of the lane's two rows.
+        """
+        weights, grown = self._weights(index, rows), cute.make_rmem_tensor((1,), Int32)
+
+        def full() -> None:
+            sums, failed = self._attempt(weights)
+            moments = self._moments(weights, sums)
+            grown[0] = ptx.where(failed, Int32(1), Int32(0))
+            repair = functools.partial(self._repair, stage, weights, sums, moments)
+            cutlass.if_generate(failed, repair, lambda: self._commit(stage, sums, moments))
+
+        def masked() -> None:
+            self.ring.consumer_release(stage)
+            self._hide(weights, rows)
+            grown[0] = ptx.where(self._raise_maxima(weights), Int32(1), Int32(0))
+
+        cutlass.if_generate(self._sees_all(rows.seen), full, masked)
+        warpgroup.wait_group(0)
+        self.products.round_probabilities(weights.anew())
+        self.products.rescale_out(self.factors, Boolean(grown[0] != 0))
+
     def full_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
         """Turns the scores of a tile without a mask into P, with products in flight that it then awaits; rescales O.
 
@@ -167,9 +196,7 @@ class OnlineSoftmax:
         The first maximum of such a row would fail the assumption. From far negative logits a full tile subtracts
         rounded maxima, which would show with masks such as -1e9.
         """
-        unit, (first, second) = self.call.score.unit, (self.maxima[i] for i in range(2))
-        blind = Boolean((first * unit < Float32(_BLIND)) | (second * unit < Float32(_BLIND)))
-        return ptx.any_of(ForwardBarrier.WARPGROUP.at(self.lane.group), 128, blind)
+        return self._any_lane(self._lane_is_blind())
 
     def blind_tile(self, index: Int32, stage: Int32, rows: ScoreRows) -> None:
         """Does what `full_tile` does, by the usual softmax.
@@ -195,6 +222,24 @@ class OnlineSoftmax:
         warpgroup.wait_group(0)
         self.products.round_probabilities(weights, floor=True)
         self.products.rescale_out(self.factors, Boolean(grown[0] != 0))
+
+    def _lane_is_blind(self) -> Boolean:
+        """Returns whether one of the lane's rows is blind, see `is_blind`."""
+        unit, (first, second) = self.call.score.unit, (self.maxima[i] for i in range(2))
+        return Boolean((first * unit < Float32(_BLIND)) | (second * unit < Float32(_BLIND)))
+
+    def _any_lane(self, x: Boolean) -> Boolean:
+        """Returns whether x is true in a lane of the warpgroup, whose warps meet for that."""
+        return ptx.any_of(ForwardBarrier.WARPGROUP.at(self.lane.group), 128, x)
+
+    def _sees_all(self, bits: Bits) -> Boolean:
+        """Returns whether the warpgroup sees all of a tile, and its rows have seen keys; its warps meet for that.
+
+        A range begins with a tile by the usual softmax, and has no tile ahead of it that is hidden.
+        """
+        first, second = (Boolean(self.maxima[i] == Float32(softmax.NEVER)) for i in range(2))
+        blind = self._lane_is_blind() if self.call.score.hides_in_full else first | second
+        return Boolean(self._any_lane(Boolean(bits.hides(self.call.config.keys) | blind)) == Boolean(False))
 
     # The methods below compute the usual softmax.
 
