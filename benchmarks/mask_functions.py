@@ -86,6 +86,8 @@ def _in_documents(ids: jax.Array) -> dict[str, Any]:
 CASES = {
     "causal": Masked(_all, lambda ids: {"is_causal": True}),
     "causal-d64": Masked(_all, lambda ids: {"is_causal": True}, heads=32, kv_heads=32, head_dim=64),
+    "causal-d96": Masked(_all, lambda ids: {"is_causal": True}, head_dim=96),
+    "causal-d256": Masked(_all, lambda ids: {"is_causal": True}, heads=8, kv_heads=8, head_dim=256),
     "causal-128k": Masked(_all, lambda ids: {"is_causal": True}, batch=1, length=1 << 17, heads=8, kv_heads=8),
     "window-1024": Masked(_near, lambda ids: {"is_causal": True, "local_window_size": (1023, None)}),
     "documents": Masked(_same, _in_documents, reads_ids=True),
