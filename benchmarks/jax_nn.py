@@ -196,7 +196,7 @@ def _float32_rows() -> dict[str, Row]:
             for head_dim in (64, 128):
                 found |= _float32(precision, 4096, head_dim, is_causal=is_causal)
         for precision in (None, "tensorfloat32"):
-            for length, head_dim in ((1024, 64), (1024, 128), (512, 128), (1024, 256)):
+            for length, head_dim in ((1024, 64), (1024, 128), (512, 128), (1024, 256), (4096, 256)):
                 found |= _float32(precision, length, head_dim, is_causal=is_causal)
             found |= _float32(precision, 8192, 128, is_causal=is_causal, batch=1)
             found |= _float32(precision, 4096, 128, is_causal=is_causal, kv_heads=4)
