@@ -239,7 +239,8 @@ def _candidates(spec: KernelSpec, short: bool) -> tuple[ForwardConfig, ...]:
         if spec.compared:
             # Edge tiles that compare ids would spill 16 bytes.
             return (ForwardConfig(2, 128, 8, ping_pong=True, persistent=True),)
-        return (ForwardConfig(3, 128, 10, ping_pong=True),)
+        # A list is known late: a CTA that goes on to the next tile hides that.
+        return (ForwardConfig(3, 128, 10, ping_pong=True, persistent=spec.listed),)
     if columns <= 96:
         if short or spec.drops:
             return (ForwardConfig(2, 128, 7, ping_pong=True, persistent=True, q_in_regs=6, pv_wait_after_exp=True),)
