@@ -26,7 +26,8 @@ from testing.random_functions import has_random_score, with_random_score
 from jax_fastattn.cases.case import Case
 from jax_fastattn.kernels.choose import configured, kernel_spec
 from jax_fastattn.kernels.key import KernelSpec
-from jax_fastattn.spec import Problem
+from jax_fastattn.ops.cuda.launch_plan import launched_problem
+from jax_fastattn.ops.cuda.passes import for_kernels
 
 
 def _has_disassembler() -> bool:
@@ -50,10 +51,8 @@ CASES = {case.draw: case for case in drawn(SEED) if has_random_score(case) and c
 def _backward(case: Case) -> KernelSpec:
     """Returns the compile key of the gradients of a case by the portable kernels."""
     spec, operands = with_random_score(case, *combinations.inputs(case)[:2])
-    wanted = combinations.wanted(case)
-    found = kernel_spec(
-        Problem.of(spec, operands), "backward", "sm_80", dsinks="sinks" in wanted, dbias="bias" in wanted
-    )
+    wanted, problem = combinations.wanted(case), launched_problem(spec, for_kernels(operands))
+    found = kernel_spec(problem, "backward", "sm_80", dsinks="sinks" in wanted, dbias="bias" in wanted)
     return configured(dataclasses.replace(found, arch=ARCH))
 
 

@@ -51,8 +51,8 @@ LOCAL_BYTES = {
     ("table", "sm_80", "backward", 64): 64,
     ("table", "sm_80", "backward", 128): 32,
     ("cap", "sm_80", "forward", 64): 128,
-    ("cap", "sm_80", "backward", 64): 32,
-    ("cap", "sm_80", "backward", 128): 144,
+    ("cap", "sm_80", "backward", 64): 48,
+    ("cap", "sm_80", "backward", 128): 160,
 }
 
 
